@@ -1,0 +1,1 @@
+"""Pallas kernels and their pure-JAX peers; imports jax only, never telescope_jax."""

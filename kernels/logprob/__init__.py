@@ -1,0 +1,1 @@
+"""Per-token log-probabilities from hidden states, without the logits."""

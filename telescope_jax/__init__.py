@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement-learning post-training of language models in JAX."""

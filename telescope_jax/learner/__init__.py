@@ -1,0 +1,1 @@
+"""The loss, the update and the state that training changes."""

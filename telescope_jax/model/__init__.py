@@ -1,0 +1,1 @@
+"""The policy: one Flax NNX decoder, its attention and its log-probs."""

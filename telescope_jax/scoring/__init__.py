@@ -1,0 +1,1 @@
+"""From rewards to advantages: what is kept, and what it is worth."""
