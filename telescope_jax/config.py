@@ -268,6 +268,8 @@ class Config:
     """Upper bound of that ratio, > 0; inf is plain importance sampling."""
     max_attempts: int = 3
     """Tries at one prompt before it is given up."""
+    max_untrainable_groups: int = 1_000
+    """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
     watchdog_s: float = 300.0
     """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -311,6 +313,7 @@ class Config:
             "max_async_rollout": (self.max_async_rollout, 0),
             "max_off_policy_steps": (self.max_off_policy_steps, -1),
             "max_attempts": (self.max_attempts, 1),
+            "max_untrainable_groups": (self.max_untrainable_groups, 1),
             "env.terms": (self.env.terms, 2),
             "env.digits": (self.env.digits, 1),
             "env.size": (self.env.size, 1),
