@@ -1,0 +1,41 @@
+"""What a grader's failure means: the one policy between environments and the reward pool.
+
+An answer that runs into its own limits (deadline, memory) twice, in fresh processes, is a wrong
+answer: reward 0 and the tag `grader_limit`. Everything else that goes wrong is infrastructure and
+stays an exception, because a missing reward is never reward 0.
+"""
+
+from typing import Any
+
+from telescope_jax.envs.grading import Gold, quick_grade
+from telescope_jax.scoring.reward_pool import AnswerLimit, RewardPool
+from telescope_jax.types import Reward
+
+LIMIT_TAG = "grader_limit"
+
+
+async def score_in_pool(pool: RewardPool, function: str, *args: Any) -> Reward:
+    """The reward that `function(*args)`, a number, gives when it is run in the pool.
+
+    Raises:
+      RewardTimeout: a worker did not answer.
+      RewardError: the function raised, or its worker died of something else than its limits.
+    """
+    for _ in range(2):
+        try:
+            return Reward(float(await pool.call(function, *args)))
+        except AnswerLimit:
+            continue
+    return Reward(0.0, tags=(LIMIT_TAG,))
+
+
+async def grade_in_pool(pool: RewardPool, gold: Gold, completion: str) -> Reward:
+    """Grades as `grading.grade` does; numbers and equal texts never leave this process.
+
+    Raises:
+      RewardTimeout, RewardError: no verdict, see `score_in_pool`.
+    """
+    verdict = quick_grade(gold, completion)
+    if verdict is not None:
+        return Reward(verdict)
+    return await score_in_pool(pool, "telescope_jax.envs.grading:grade", gold, completion)
