@@ -32,7 +32,7 @@ from telescope_jax.types import (
     WeightsRef,
 )
 
-NO_STATS = LossStats(*[0.0] * len(LossStats._fields))
+NO_STATS = LossStats(**dict.fromkeys(LossStats._fields, 0))
 
 
 class ScriptedTokenizer:

@@ -30,6 +30,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.chat", PURE, "chat"),
     ("telescope_jax.scoring", PURE, "scoring"),
     ("telescope_jax.packing", PURE, "packing"),
+    ("telescope_jax.assembly", PURE, "assembly"),
     ("telescope_jax.sharding", PURE, "sharding"),
     ("telescope_jax.model", PURE, "model"),
     ("telescope_jax.learner.loss", PURE, "loss"),
@@ -46,6 +47,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.plots", PART, "metrics"),
     ("telescope_jax.timeline", PART, "metrics"),
     ("telescope_jax.dashboard", PART, "metrics"),
+    ("telescope_jax.attempts", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.orchestrator", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.main", COMMAND, "main"),
     ("telescope_jax.eval", COMMAND, "eval"),
@@ -56,7 +58,7 @@ MODULES: list[tuple[str, int, str]] = [
 
 HOUSE = ("telescope_jax", "kernels", "experiments", "tests")
 KERNELS_MAY_IMPORT = {"jax", "numpy", "jaxtyping", "kernels"}
-HOST_ONLY = ("telescope_jax.envs", "telescope_jax.orchestrator")
+HOST_ONLY = ("telescope_jax.envs", "telescope_jax.attempts", "telescope_jax.orchestrator")
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "vllm", "torch"}
 KNOW_VLLM = {"telescope_jax.inference.vllm_server", "telescope_jax.inference.vllm_plugin"}
 BANNED_STEMS = {"utils", "util", "helpers", "helper", "managers", "manager", "common", "misc"}

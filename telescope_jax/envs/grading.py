@@ -131,11 +131,64 @@ _QUANTITY = re.compile(
 )
 _RATIO = re.compile(r"([+-]?)\\frac(?:\{([+-]?[0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))")
 _BARE_UNITS = frozenset(
-    ["%", "percent", "pct", "deg", "degree", "degrees", "dollar", "dollars", "cent", "cents", "mm", "cm", "km", "kg", "mg", "ml", "inch", "inches", "foot", "feet", "mile", "miles", "meter", "meters", "hour", "hours", "minute", "minutes", "second", "seconds", "day", "days", "unit", "units"]
+    [
+        "%",
+        "percent",
+        "pct",
+        "deg",
+        "degree",
+        "degrees",
+        "dollar",
+        "dollars",
+        "cent",
+        "cents",
+        "mm",
+        "cm",
+        "km",
+        "kg",
+        "mg",
+        "ml",
+        "inch",
+        "inches",
+        "foot",
+        "feet",
+        "mile",
+        "miles",
+        "meter",
+        "meters",
+        "hour",
+        "hours",
+        "minute",
+        "minutes",
+        "second",
+        "seconds",
+        "day",
+        "days",
+        "unit",
+        "units",
+    ]
 )
-_SHORT_UNITS = frozenset(["m", "g", "s", "h", "L"])  # 3\\mathrm{i} and 3\\mathrm{e} are other numbers
+_SHORT_UNITS = frozenset(
+    ["m", "g", "s", "h", "L"]
+)  # 3\\mathrm{i} and 3\\mathrm{e} are other numbers
 _NOT_A_UNIT = frozenset(
-    ["hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "or", "and", "to", "more", "less", "over", "not", "no"]
+    [
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "dozen",
+        "pi",
+        "or",
+        "and",
+        "to",
+        "more",
+        "less",
+        "over",
+        "not",
+        "no",
+    ]
 )
 _SAME_UNIT = {"percent": "%", "pct": "%", "degree": "deg", "degrees": "deg"}
 
