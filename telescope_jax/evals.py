@@ -7,25 +7,37 @@ An episode that fails is tried again, then left out and counted: a failure is no
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 
-from telescope_jax.chat import Tokenizer
 from telescope_jax.interfaces import (
     Engine,
     EngineError,
-    Environment,
     EnvError,
+    Environment,
     RewardError,
+    Sample,
     WeightStore,
 )
 from telescope_jax.ledger import Attempt
-from telescope_jax.rollouts.episode import Episode, EpisodeSettings
-from telescope_jax.types import Params, Prompt, Rollout, Uid
+from telescope_jax.types import Params, Prompt, Reward, Rollout, Uid
 
 log = logging.getLogger(__name__)
+
+
+Kind = Literal["greedy", "sampled"]
+KINDS: tuple[Kind, Kind] = ("greedy", "sampled")
+
+
+class Recording(Protocol):
+    """An episode as an evaluator sees it; see rollouts/episode.py."""
+
+    @property
+    def sample(self) -> Sample: ...
+
+    def finish(self, reward: Reward) -> Rollout: ...
 
 
 class EvalError(RuntimeError):
@@ -36,9 +48,9 @@ class HeldOutEvaluator:
     """Evaluates `items` held-out prompts of one environment.
 
     Args:
-      engine: plays the episodes. One of its own holds a version while training goes on; when it is
-        the training engine (`shares_engine`), the orchestrator keeps it at the version.
-      settings: as in training; greedy episodes only change the temperature.
+      episode: a fresh episode on `engine`, at temperature 0 or at that of training.
+      engine: one of its own holds a version while training goes on; when it is the training engine
+        (`shares_engine`), the orchestrator keeps it at the version.
       max_attempts: tries at an episode before it is left out.
 
     Raises:
@@ -48,20 +60,17 @@ class HeldOutEvaluator:
     def __init__(
         self,
         env: Environment,
-        tokenizer: Tokenizer,
+        episode: Callable[[Prompt, Attempt, Kind], Recording],
         engine: Engine,
         store: WeightStore,
-        settings: EpisodeSettings,
         *,
         items: int,
         shares_engine: bool = False,
         max_attempts: int = 3,
     ) -> None:
-        self._env, self._tokenizer, self._engine, self._store = env, tokenizer, engine, store
+        self._env, self._episode, self._engine, self._store = env, episode, engine, store
         self.shares_engine = shares_engine
         self._max_attempts = max_attempts
-        greedy = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
-        self._settings = {"greedy": greedy, "sampled": settings}
         self._prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
 
     async def evaluate(self, version: int, params: Params) -> Mapping[str, float]:
@@ -74,11 +83,12 @@ class HeldOutEvaluator:
             # Published by the deploy already, or now: a store writes the same version once.
             await self._engine.load(await self._store.publish(version, params))
         async with asyncio.TaskGroup() as tasks:
-            plays = {
-                kind: [tasks.create_task(self._play(prompt, kind)) for prompt in self._prompts]
-                for kind in self._settings
-            }
-        greedy, sampled = ([task.result() for task in plays[kind]] for kind in self._settings)
+            greedy_tasks, sampled_tasks = (
+                [tasks.create_task(self._play(prompt, kind)) for prompt in self._prompts]
+                for kind in KINDS
+            )
+        greedy = [task.result() for task in greedy_tasks]
+        sampled = [task.result() for task in sampled_tasks]
         failed = sum(rollout is None for rollout in [*greedy, *sampled])
         if failed == len(greedy) + len(sampled):
             raise EvalError(f"all {failed} episodes of the eval of version {version} failed")
@@ -90,17 +100,9 @@ class HeldOutEvaluator:
             f"eval/{self._env.name}/failed": float(failed),
         }
 
-    async def _play(self, prompt: Prompt, kind: str) -> Rollout | None:
+    async def _play(self, prompt: Prompt, kind: Kind) -> Rollout | None:
         for number in range(self._max_attempts):
-            episode = Episode(
-                self._engine,
-                self._tokenizer,
-                prompt,
-                Attempt(prompt.uid, number),
-                0,
-                self._settings[kind],
-                purpose=f"eval-{kind}",
-            )
+            episode = self._episode(prompt, Attempt(prompt.uid, number), kind)
             try:
                 return episode.finish(await self._env.play(prompt, episode.sample))
             except (EngineError, EnvError, RewardError) as error:

@@ -2,13 +2,15 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from telescope_jax.evals import EvalError, HeldOutEvaluator
+from telescope_jax.evals import EvalError, HeldOutEvaluator, Kind
 from telescope_jax.interfaces import EngineError
-from telescope_jax.rollouts.episode import EpisodeSettings
+from telescope_jax.ledger import Attempt
+from telescope_jax.rollouts.episode import Episode, EpisodeSettings
 from telescope_jax.types import Prompt, Reward, SamplingParams
 from tests.scripted import ScriptedEngine, ScriptedEnv, ScriptedStore, ScriptedTokenizer
 from tests.virtual_clock import run_virtual
@@ -35,18 +37,22 @@ class GreedyEngine(ScriptedEngine):
         return completion
 
 
+def build(engine: GreedyEngine, rng: random.Random, items: int) -> HeldOutEvaluator:
+    sampled = EpisodeSettings(SamplingParams(max_tokens=4), 16, 60.0, 0)
+    greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
+
+    def episode(prompt: Prompt, attempt: Attempt, kind: Kind) -> Episode:
+        settings = {"greedy": greedy, "sampled": sampled}[kind]
+        return Episode(engine, ScriptedTokenizer(), prompt, attempt, 0, settings, purpose=kind)
+
+    return HeldOutEvaluator(GreedyIsRight(rng), episode, engine, ScriptedStore(), items=items)
+
+
 def evaluate(failures: int, items: int = 5) -> dict[str, float]:
     rng = random.Random(0)
     engine = GreedyEngine(rng, lambda r: 1.0)
     engine.failures = failures
-    evaluator = HeldOutEvaluator(
-        GreedyIsRight(rng),
-        ScriptedTokenizer(),
-        engine,
-        ScriptedStore(),
-        EpisodeSettings(SamplingParams(max_tokens=4), 16, 60.0, 0),
-        items=items,
-    )
+    evaluator = build(engine, rng, items)
     values, _ = run_virtual(evaluator.evaluate(7, 7))
     assert engine.loads == [7]
     return dict(values)
@@ -74,13 +80,6 @@ def test_an_eval_without_any_answer_is_an_error_and_not_an_accuracy_of_zero() ->
 def test_evals_run_side_by_side() -> None:
     rng = random.Random(0)
     engine = GreedyEngine(rng, lambda r: 1.0)
-    evaluator = HeldOutEvaluator(
-        GreedyIsRight(rng),
-        ScriptedTokenizer(),
-        engine,
-        ScriptedStore(publish_s=0.0),
-        EpisodeSettings(SamplingParams(max_tokens=4), 16, 60.0, 0),
-        items=40,
-    )
+    evaluator = build(engine, rng, items=40)
     _, took = run_virtual(asyncio.wait_for(evaluator.evaluate(0, 0), 10))
     assert took < 2 and engine.most_running == 80
