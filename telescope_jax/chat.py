@@ -31,11 +31,16 @@ class Tokenizer(Protocol):
       pad_id: fills what nothing may read; never an eos id.
     """
 
-    name: str
-    fingerprint: str
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def pad_id(self) -> int: ...
 
     def encode(self, text: str) -> list[int]: ...
 

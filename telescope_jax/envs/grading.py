@@ -77,6 +77,7 @@ _CHARACTERS = str.maketrans(
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
         "\uff0b": "+",
         "\uff0e": ".",
+        "\u221a": "\\sqrt ",
         "\u00d7": "\\times ",
         "\u00b7": "\\cdot ",
         "\u03c0": "\\pi ",
@@ -90,18 +91,23 @@ _CHARACTERS = str.maketrans(
         "\u00b3": "^3",
     }
 )
+# `\\` starts a row of a matrix; the character after it is no spacing command.
+_ROW = r"(?<!\\)"
 _GROUPING = re.compile(r"(?<=[0-9])(?:,\\!|,\{\\!\}|\{,\}|\\[,;: ])\s*(?=[0-9]{3}(?![0-9]))")
 _SIZING = re.compile(
-    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|\\!"
+    rf"{_ROW}\\(?:(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|!)"
 )
-_SPACING = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
-_FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])|(?<= ) +")
+_SPACING = re.compile(rf"{_ROW}\\(?:[,;: ]|q?quad(?![a-zA-Z]))|~")
+_FRACTIONS = re.compile(rf"{_ROW}\\[dtc]frac(?![a-zA-Z])")
+# After a comma, three digits keep their space: `11, 250` is a list, `11,250` a number.
+_FREE_SPACE = re.compile(
+    r"(?<![0-9A-Za-z, ]) +|(?<=,) +(?!(?<= )[0-9]{3}(?![0-9]))| +(?![0-9A-Za-z ])|(?<= ) +"
+)
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}\\]*)\}")
 
 
 def normalize(answer: str) -> str:
-    r"""One spelling for what reads the same: dashes, spacing and sizing commands, `\dfrac`, wrappers.
+    r"""One spelling for what reads the same: dashes, spacing, sizing commands, `\dfrac`, wrappers.
 
     Equal results mean equal answers; different results mean nothing. Linear in the length. A space
     between two letters or digits stays, because `3 4` is not 34.
@@ -131,64 +137,12 @@ _QUANTITY = re.compile(
 )
 _RATIO = re.compile(r"([+-]?)\\frac(?:\{([+-]?[0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))")
 _BARE_UNITS = frozenset(
-    [
-        "%",
-        "percent",
-        "pct",
-        "deg",
-        "degree",
-        "degrees",
-        "dollar",
-        "dollars",
-        "cent",
-        "cents",
-        "mm",
-        "cm",
-        "km",
-        "kg",
-        "mg",
-        "ml",
-        "inch",
-        "inches",
-        "foot",
-        "feet",
-        "mile",
-        "miles",
-        "meter",
-        "meters",
-        "hour",
-        "hours",
-        "minute",
-        "minutes",
-        "second",
-        "seconds",
-        "day",
-        "days",
-        "unit",
-        "units",
-    ]
+    ("%", "percent", "pct", "deg", "degree", "degrees", "dollars", "cents", "mm", "cm", "km", "kg")
 )
-_SHORT_UNITS = frozenset(
-    ["m", "g", "s", "h", "L"]
-)  # 3\\mathrm{i} and 3\\mathrm{e} are other numbers
+_SHORT_UNITS = frozenset("mgshL")  # 3\\mathrm{i} and 3\\mathrm{e} are other numbers
 _NOT_A_UNIT = frozenset(
-    [
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "pi",
-        "or",
-        "and",
-        "to",
-        "more",
-        "less",
-        "over",
-        "not",
-        "no",
-    ]
+    ("hundred", "thousand", "million", "billion", "trillion", "dozen", "pi")
+    + ("or", "and", "to", "more", "less", "over", "not", "no")
 )
 _SAME_UNIT = {"percent": "%", "pct": "%", "degree": "deg", "degrees": "deg"}
 
@@ -291,7 +245,7 @@ def quick_grade(gold: Gold, completion: str) -> float | None:
 def grade_number(gold: int, completion: str) -> float:
     r"""1.0 if the answer is the number itself, written as one; never slow.
 
-    For tasks whose point is to compute: `\boxed{8 + 6}` is no answer to 8 + 6, although it is equal.
+    For tasks whose point is to compute: `\boxed{8 + 6}` is equal to 8 + 6, and no answer to it.
     """
     answer = extract_answer(completion)
     digits = None if answer is None else plain_number(normalize(answer))
