@@ -1,0 +1,1 @@
+"""Causal attention within the segments of packed rows."""
