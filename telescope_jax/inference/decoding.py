@@ -163,23 +163,24 @@ def _admit(
     eos: Int[Array, " E"], slots: Slots, prefilled: Prefilled, new: Admission
 ) -> tuple[Slots, Emitted]:
     """Copies prompts into slots and samples the first token of each."""
-    fresh, row = new.source >= 0, jnp.maximum(new.source, 0)
+    source, length, limit, seed, temperature, stops = (jnp.asarray(x) for x in new)
+    fresh, row = source >= 0, jnp.maximum(source, 0)
 
     def insert(cache: jax.Array, rows: jax.Array) -> jax.Array:
         width = rows.shape[2]
         mixed = jnp.where(fresh[None, :, None, None, None], rows[:, row], cache[:, :, :width])
         return cache.at[:, :, :width].set(mixed)
 
-    token, logprob = sample(prefilled.logits[row], new.seed, new.length, new.temperature)
-    left = jnp.where(_ends(token, eos, new.stops), 0, new.limit - 1)
+    token, logprob = sample(prefilled.logits[row], seed, length, temperature)
+    left = jnp.where(_ends(token, eos, stops), 0, limit - 1)
     slots = Slots(
         cache=jax.tree.map(insert, slots.cache, prefilled.cache),
         token=jnp.where(fresh, token, slots.token),
-        position=jnp.where(fresh, new.length, slots.position),
+        position=jnp.where(fresh, length, slots.position),
         remaining=jnp.where(fresh, left, slots.remaining),
-        seed=jnp.where(fresh[:, None], new.seed, slots.seed),
-        temperature=jnp.where(fresh, new.temperature, slots.temperature),
-        stops=jnp.where(fresh[:, None], new.stops, slots.stops),
+        seed=jnp.where(fresh[:, None], seed, slots.seed),
+        temperature=jnp.where(fresh, temperature, slots.temperature),
+        stops=jnp.where(fresh[:, None], stops, slots.stops),
     )
     emitted = Emitted(token[None], logprob[None], fresh.astype(jnp.int32), slots.remaining)
     return slots, emitted

@@ -102,7 +102,7 @@ class OrbaxStore:
           from_served: the inverse, on numpy arrays.
         """
         self.root = epath.Path(root)
-        self.serving_dtype = serving_dtype
+        self.serving_dtype: Literal["float32", "bfloat16"] = serving_dtype
         self._from_served = from_served
         self._cast = jax.jit(lambda params: _cast(to_served(params), jnp.dtype(serving_dtype)))
         logging.getLogger("absl").addFilter(_not_about_ocdbt)
@@ -135,6 +135,11 @@ class OrbaxStore:
             return []
         found = [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name)]
         return sorted(int(path.name) for path in found if ocp.utils.is_checkpoint_finalized(path))
+
+    def elsewhere(self) -> Mapping[str, Any]:
+        """How another process opens this store: module, class, keyword arguments."""
+        arguments = {"root": str(self.root), "serving_dtype": self.serving_dtype}
+        return {"module": __name__, "class": type(self).__name__, "arguments": arguments}
 
     def read(self, ref: WeightsRef) -> Params:
         """The parameters of `ref` as numpy arrays in the serving dtype. Blocks.
@@ -246,6 +251,10 @@ class MemoryStore:
 
     def latest(self) -> WeightsRef | None:
         return self._ref(max(self._versions)) if self._versions else None
+
+    def elsewhere(self) -> None:
+        """No other process can read this memory."""
+        return None
 
     def read(self, ref: WeightsRef) -> Params:
         """The arrays of `ref`.
