@@ -14,8 +14,14 @@ from telescope_jax.types import Reward
 LIMIT_TAG = "grader_limit"
 
 
-async def score_in_pool(pool: RewardPool, function: str, *args: Any) -> Reward:
-    """The reward that `function(*args)`, a number, gives when it is run in the pool.
+async def score_in_pool(
+    pool: RewardPool, function: str, *args: Any, given: tuple[Any, ...] | None = None
+) -> Reward:
+    """The reward that `function(*args)` gives when it is run in the pool.
+
+    Args:
+      function: returns a number, or a dict of a Reward's fields.
+      given: see `RewardPool.call`.
 
     Raises:
       RewardTimeout: a worker did not answer.
@@ -23,9 +29,12 @@ async def score_in_pool(pool: RewardPool, function: str, *args: Any) -> Reward:
     """
     for _ in range(2):
         try:
-            return Reward(float(await pool.call(function, *args)))
+            value = await pool.call(function, *args, given=given)
         except AnswerLimit:
             continue
+        if isinstance(value, dict):
+            return Reward(value["total"], value.get("parts", {}), tuple(value.get("tags", ())))
+        return Reward(float(value))
     return Reward(0.0, tags=(LIMIT_TAG,))
 
 

@@ -97,12 +97,21 @@ class RewardPool:
         missing = self._workers - len(self._idle) - len(self._busy)
         await asyncio.gather(*(self._start_idle() for _ in range(missing)))
 
-    async def call(self, function: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call(
+        self,
+        function: str,
+        *args: Any,
+        given: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
         """The value of `function(*args)`, run in a fresh process.
 
         Args:
           function: `package.module:name`, importable here; never text of a model.
           args: what JSON can carry; tuples arrive as lists.
+          given: (`package.module:name`, *arguments) of something costly that the worker itself
+            makes, once, and passes as the first argument of every call that names it. No text of a
+            model may be in it.
           timeout_s: instead of the pool's.
 
         Raises:
@@ -112,7 +121,7 @@ class RewardPool:
         """
         self._counts["calls"] += 1
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        request = {"function": function, "args": args, "timeout_s": timeout_s}
+        request = {"function": function, "args": args, "given": given, "timeout_s": timeout_s}
         await self._places.acquire()
         try:
             worker = self._idle.pop() if self._idle else await self._start()
@@ -229,12 +238,12 @@ class _Worker:
         log = os.path.join(scratch, "log")
         with open(log, "wb") as log_file:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-X", "utf8", "-c", _BOOT, path),
+                *(sys.executable, "-P", "-s", "-X", "utf8", "-c", _BOOT, path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log_file,
                 cwd=scratch,
-                env={},
+                env={"PYTHONHASHSEED": "0"},  # graders give one verdict in every worker
                 start_new_session=True,  # an interrupt from the terminal is the parent's to handle
                 limit=2 * MAX_REPLY,
             )

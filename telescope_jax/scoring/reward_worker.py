@@ -6,7 +6,7 @@ has an address-space and a CPU limit, a scratch folder that is deleted afterward
 environment and no descriptor but the pipe of its result.
 
 Protocol: one JSON object a line. The pool sends a set-up, gets `{"ready": true}`, then sends calls
-`{"id", "function", "args", "timeout_s"}`; each gets exactly one reply with its id and one of
+`{"id", "function", "args", "given", "timeout_s"}`; each gets exactly one reply with its id and one of
 `value`, `limit`, `error` (with `traceback`) or `cancelled`. Anything that arrives while a call runs
 cancels it. The end of the input ends the worker, so it cannot outlive the pool's process.
 
@@ -16,6 +16,7 @@ process has one thread, and starting is fast because it has few modules.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -98,10 +99,23 @@ def _load(name: str) -> Any:
     return module
 
 
+def _resolve(place: str) -> Callable[..., Any]:
+    module, _, attribute = place.partition(":")
+    return getattr(_load(module), attribute)
+
+
+@functools.lru_cache(maxsize=16)
+def _given(description: str) -> Any:
+    """What calls share, made in this process, which no text of a model ever reaches."""
+    place, *arguments = json.loads(description)
+    return _resolve(place)(*arguments)
+
+
 def _answer(request: dict, memory_bytes: int, lines: _Lines, replies: int) -> dict:
     try:
-        module, _, attribute = request["function"].partition(":")
-        function = getattr(_load(module), attribute)
+        function = _resolve(request["function"])
+        if request.get("given"):
+            function = functools.partial(function, _given(json.dumps(request["given"])))
     except Exception as error:
         return _error(error)
     scratch = tempfile.mkdtemp(dir=os.getcwd())
