@@ -80,8 +80,10 @@ def assemble(step: int, groups: Sequence[Group], settings: AssemblySettings) -> 
     )
     metrics = describe(step, rollouts_P_G)
     reasons = [reason for row in left_out_P_G for reason in row]
-    metrics |= {f"batch/left_out_{name}": float(n) for name, n in count_reasons(reasons).items()}
-    metrics["batch/fill"] = fill_fraction(minibatches)
+    metrics |= {f"rollout/left_out/{name}": float(n) for name, n in count_reasons(reasons).items()}
+    metrics["train/packing_fill"] = fill_fraction(minibatches)
+    metrics["train/rows"] = float(sum(len(batch.tokens) for batch in minibatches))
+    metrics["rollout/advantage_std"] = float(np.std([advantage for _, advantage in kept] or [0.0]))
     return TrainingBatch(step, tuple(minibatches), metrics)
 
 
@@ -99,7 +101,7 @@ def describe(step: int, rollouts_P_G: Sequence[Sequence[Rollout]]) -> dict[str, 
         "rollout/length": lengths.mean(),
         "rollout/length_max": lengths.max(),
         "rollout/turns": np.mean([rollout.turns for rollout in rollouts]),
-        "rollout/truncated_fraction": np.mean([is_truncated(rollout) for rollout in rollouts]),
+        "rollout/length_stop_fraction": np.mean([is_truncated(rollout) for rollout in rollouts]),
         "rollout/duplicate_fraction": np.mean([duplicate_fraction(row) for row in rollouts_P_G]),
         "staleness/mean": (age * tokens).sum() / tokens.sum(),
         "staleness/max": age.max(),

@@ -128,7 +128,8 @@ class Ledger:
         """Every count, as `ledger/*`."""
         counts = {"dispatched": self.dispatched, "trained": self.trained}
         counts |= {place.value: self._count[place] for place in Place}
-        counts |= {f"dropped_{reason.value}": self.dropped[reason] for reason in DropReason}
+        counts["dropped"] = self.dropped.total()
+        counts |= {f"dropped/{reason.value}": self.dropped[reason] for reason in DropReason}
         return {f"ledger/{name}": float(value) for name, value in counts.items()}
 
     def state(self) -> dict[str, Any]:

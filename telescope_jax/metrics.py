@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "rollout/turns": "mean turns of an episode",
     "rollout/length_stop_fraction": "share that ran out of max_tokens",
     "rollout/left_out/*": "rollouts of the batch that train no token, by reason",
+    "rollout/duplicate_fraction": "share of the rollouts that repeat another of their group",
     "rollout/no_signal_fraction": "share of the finished groups whose rewards are all equal; "
     "p^G + (1 − p)^G is expected of a binary reward",
     "rollout/advantage_std": "standard deviation of the advantages over the batch's rollouts",
