@@ -7,7 +7,7 @@ stays an exception, because a missing reward is never reward 0.
 
 from typing import Any
 
-from telescope_jax.envs.grading import Gold, quick_grade
+from telescope_jax.envs.grading import Gold, extract_answer, gold_text, normalize, quick_grade
 from telescope_jax.scoring.reward_pool import AnswerLimit, RewardPool
 from telescope_jax.types import Reward
 
@@ -47,4 +47,8 @@ async def grade_in_pool(pool: RewardPool, gold: Gold, completion: str) -> Reward
     verdict = quick_grade(gold, completion)
     if verdict is not None:
         return Reward(verdict)
-    return await score_in_pool(pool, "telescope_jax.envs.grading:grade", gold, completion)
+    answer = extract_answer(completion)
+    assert answer is not None  # or there was a verdict
+    # The worker imports and warms up the algebra before it forks; the call itself is short.
+    pair = normalize(gold_text(gold)), normalize(answer)
+    return await score_in_pool(pool, "telescope_jax.envs.symbolic:equal", *pair)

@@ -115,7 +115,12 @@ class ReasoningGym:
         digest = gym_scorer.digest(self._item(seed, index)["question"])
         source = ("telescope_jax.envs.gym_scorer:dataset", *self._source_arguments(seed))
         return await score_in_pool(
-            self._rewards, "telescope_jax.envs.gym_scorer:score", index, digest, answer, given=source
+            self._rewards,
+            "telescope_jax.envs.gym_scorer:score",
+            index,
+            digest,
+            answer,
+            given=source,
         )
 
     def _source_arguments(self, seed: int) -> tuple[str, Mapping[str, Any], int, int]:
@@ -165,8 +170,8 @@ def _check(dataset: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{dataset} has no option {option!r}; {_nearest(near or names)}")
     if dataset in _NEEDS_HASH_SEED and sys.flags.hash_randomization:
         raise ValueError(
-            f"the items of {dataset} change with Python's string hash: a resumed run would train on "
-            "others; set PYTHONHASHSEED=0 in the environment"
+            f"the items of {dataset} change with Python's string hash: a resumed run would train "
+            "on others; set PYTHONHASHSEED=0 in the environment"
         )
 
 

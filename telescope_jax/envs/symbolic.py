@@ -80,9 +80,7 @@ def _is_long_power(numbers: list[str]) -> bool:
 
 
 def _parse(text: str) -> Any:
-    parsed = parse(
-        f"\\boxed{{{text}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None
-    )
+    parsed = parse(f"\\boxed{{{text}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=0)
     return parsed[0] if parsed else None
 
 

@@ -236,29 +236,35 @@ class _Worker:
         scratch = tempfile.mkdtemp(prefix="telescope_reward_")
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         log = os.path.join(scratch, "log")
-        with open(log, "wb") as log_file:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-s", "-X", "utf8", "-c", _BOOT, path),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log_file,
-                cwd=scratch,
-                env={"PYTHONHASHSEED": "0"},  # graders give one verdict in every worker
-                start_new_session=True,  # an interrupt from the terminal is the parent's to handle
-                limit=2 * MAX_REPLY,
-            )
+        try:
+            with open(log, "wb") as log_file:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-s", "-X", "utf8", "-c", _BOOT, path),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log_file,
+                    cwd=scratch,
+                    env={"PYTHONHASHSEED": "0"},  # graders give one verdict in every worker
+                    start_new_session=True,  # an interrupt from the terminal is the parent's
+                    limit=2 * MAX_REPLY,
+                )
+        except BaseException:  # cancelled: asyncio has killed what it started
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         worker = cls(process, scratch)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await worker._send(setup)
                 await worker._receive()
-        except BaseException as error:
+        except (TimeoutError, _WorkerDied) as error:
+            await worker.end(keep_scratch=True)
             with contextlib.suppress(OSError), open(log, errors="replace") as log_file:
-                error.add_note(log_file.read()[-4000:])
+                said = log_file.read()[-4000:]
+                error = _WorkerDied(f"{error}\n{said}")
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise RewardError(f"a reward worker could not start: {error}") from None
+        except BaseException:
             await worker.end()
-            if isinstance(error, (TimeoutError, _WorkerDied)):
-                notes = "".join(getattr(error, "__notes__", ()))
-                raise RewardError(f"a reward worker could not start: {error}\n{notes}") from None
             raise
         return worker
 
@@ -278,12 +284,13 @@ class _Worker:
         await self._send({"cancel": self._last_id})
         await self._reply()
 
-    async def end(self) -> None:
+    async def end(self, *, keep_scratch: bool = False) -> None:
         """Kills the process and waits for it; its child, if any, dies with it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if not keep_scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def _reply(self) -> Mapping[str, Any]:
         while True:

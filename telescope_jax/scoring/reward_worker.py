@@ -6,9 +6,9 @@ has an address-space and a CPU limit, a scratch folder that is deleted afterward
 environment and no descriptor but the pipe of its result.
 
 Protocol: one JSON object a line. The pool sends a set-up, gets `{"ready": true}`, then sends calls
-`{"id", "function", "args", "given", "timeout_s"}`; each gets exactly one reply with its id and one of
-`value`, `limit`, `error` (with `traceback`) or `cancelled`. Anything that arrives while a call runs
-cancels it. The end of the input ends the worker, so it cannot outlive the pool's process.
+`{"id", "function", "args", "given", "timeout_s"}`; each gets exactly one reply, with its id and one
+of `value`, `limit`, `error` (with `traceback`) or `cancelled`. Anything that arrives while a call
+runs cancels it. The end of the input ends the worker, so it cannot outlive the pool's process.
 
 Nothing here may import jax, numpy or another part of the package: forking is safe because this
 process has one thread, and starting is fast because it has few modules.
@@ -63,9 +63,9 @@ def main() -> None:
                 _write_line(replies, {"id": request["id"], **reply})
     except BrokenPipeError:
         pass  # the pool is gone
-    finally:
-        os.chdir("/")
-        shutil.rmtree(scratch, ignore_errors=True)
+    # Not after another exception: the folder holds the log, which the pool reads.
+    os.chdir("/")
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _Lines:

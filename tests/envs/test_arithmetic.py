@@ -82,9 +82,9 @@ def test_a_held_out_solution_is_refused():
 
 
 def test_arguments_that_leave_one_side_empty_are_refused():
-    for options in ({"terms": 0}, {"held_out": 1.0}, {"terms": 1, "held_out": 1e-9}):
+    for terms, held_out in ((0, 0.2), (4, 1.0), (1, 1e-9)):
         with pytest.raises(ValueError):
-            Sums(TOKENIZER, **options)
+            Sums(TOKENIZER, terms=terms, held_out=held_out)
     with pytest.raises(ValueError, match="held-out sums"):
         Sums(TOKENIZER, terms=2).prompt(Uid(0, 5000), "eval")
     with pytest.raises(ValueError, match="neither"):
