@@ -122,8 +122,11 @@ class EngineProcess:
         return self._channel is not None and not self._channel.ended
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+    def pid(self) -> int:
+        """The newest process's, dead or alive. Raises EngineError before the first."""
+        if self._process is None:
+            raise EngineError(self._death)
+        return self._process.pid
 
     async def start(self) -> None:
         """Starts the process, and waits until its engines have what they had loaded last.
