@@ -35,7 +35,7 @@ def get_config(arg: str = "") -> Config:
     config.optimizer.final_fraction = 0.05
 
     config.batch.seq_len = 128
-    config.batch.rows_per_microbatch = 8
+    config.batch.rows_per_microbatch = 4
 
     if arg == "tiny":
         config.number_of_steps = 4

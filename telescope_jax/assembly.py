@@ -96,7 +96,7 @@ def describe(step: int, rollouts_P_G: Sequence[Sequence[Rollout]]) -> dict[str, 
         [pair for rollout in rollouts for pair in ages(rollout.versions, step)]
     ).T
     metrics = {
-        "rollout/reward": rewards.mean(),
+        "rollout/reward_trained": rewards.mean(),
         "rollout/reward_std": rewards.std(),
         "rollout/length": lengths.mean(),
         "rollout/length_max": lengths.max(),

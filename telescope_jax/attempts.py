@@ -92,6 +92,8 @@ class Attempts:
         self._orders: dict[Attempt, int] = {}
         self._admissions = 0
         self._untrainable_in_a_row = 0
+        self._finished: list[float] = []  # mean reward of each group since the last report
+        self._without_signal = 0
 
     def admits(self, served_version: int) -> bool:
         """Whether one more group may start."""
@@ -121,6 +123,8 @@ class Attempts:
             self._end(attempt, DropReason.STALE_IN_FLIGHT, f"version {group.oldest_version}")
             return
         rewards_G = [rollout.reward.total for rollout in group.rollouts]
+        self._finished.append(sum(rewards_G) / len(rewards_G))
+        self._without_signal += zero_advantage(rewards_G)
         if self._rules.drop_zero_advantage and zero_advantage(rewards_G):
             self._end(attempt, DropReason.ZERO_ADVANTAGE, f"every reward is {rewards_G[0]:g}")
             return
@@ -170,6 +174,21 @@ class Attempts:
         self.ledger.train(member.attempt for member in members)
         for member in members:
             del self._orders[member.attempt]
+
+    def report(self) -> dict[str, float]:
+        """Rewards of all groups that finished since the last report, trained or not.
+
+        Batches hold only groups with signal, so their mean reward is drawn to the middle; the
+        reward that tells how good the policy is counts every group.
+        """
+        finished, without = self._finished, self._without_signal
+        self._finished, self._without_signal = [], 0
+        if not finished:
+            return {}
+        return {
+            "rollout/reward": sum(finished) / len(finished),
+            "rollout/no_signal_fraction": without / len(finished),
+        }
 
     def state(self, batched: Sequence[Held]) -> tuple[dict[str, Any], list[Group]]:
         """For a checkpoint: JSON values, and the groups that are held or in `batched`."""

@@ -42,7 +42,9 @@ METRICS: dict[str, str] = {
     "warm_start/loss": "supervised loss of the last warm-start step, nats a token",
     "warm_start/steps": "supervised steps taken; 0 when the result came from the cache",
     # The rollouts of the batch that the step trained.
-    "rollout/reward": "mean reward",
+    "rollout/reward": "mean reward of all groups that finished since the line before, also those "
+    "that were dropped for having no signal",
+    "rollout/reward_trained": "mean reward of the batch that the step trained",
     "rollout/reward_std": "standard deviation of the reward over the batch",
     "rollout/reward/*": "mean of one part of the reward",
     "rollout/tag/*": "share of the rollouts with a grader's tag",

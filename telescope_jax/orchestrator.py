@@ -145,6 +145,7 @@ class Orchestrator:
         self._newest: tuple[int, Params] = (trainer.step, trainer.params)
         self._batches: deque[Assembled] = deque()
         self._evals: deque[tuple[int, Params]] = deque()
+        self._evaluated = trainer.step  # what an eval engine holds, and may have to load again
         self._busy: dict[str, tuple[str, float]] = {}  # who -> (what, since), for the watchdog
         self._times: dict[str, float] = {}
         self._changed = Changed()
@@ -282,7 +283,7 @@ class Orchestrator:
 
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}
-        values |= batch.metrics | self._attempts.ledger.metrics()
+        values |= batch.metrics | self._attempts.report() | self._attempts.ledger.metrics()
         values |= {f"time/{name}": value for name, value in self._times.items()}
         values |= {f"engine/{name}": value for name, value in self._engine.metrics().items()}
         values["engine/version"] = float(self.served_version)
@@ -318,7 +319,8 @@ class Orchestrator:
         self._times["deploy"] = self._now() - started
         self._events("deploy", self.progress())
         self._changed.notify()
-        await self._store.prune(keep=[version, *(version for version, _ in self._evals)])
+        waiting = [version for version, _ in self._evals]
+        await self._store.prune(keep=[version, self._evaluated, *waiting])
 
     # Evaluate
 
@@ -337,7 +339,7 @@ class Orchestrator:
                 self._events("eval_timeout", {"version": version})
             else:
                 self._sink.log(version, {**values, "time/eval": self._now() - started})
-            self._evals.popleft()
+            self._evaluated, _ = self._evals.popleft()
             self._changed.notify()
 
     def _can_evaluate(self) -> bool:

@@ -125,9 +125,7 @@ async def _run(config: Config, folder: Workdir) -> int:
         stack.push_async_callback(close_engines, starting)
         params = None
         if saved is None and config.warm_start.steps:
-            params = await asyncio.to_thread(
-                first_params, config, env, tokenizer, vocab_size, mesh
-            )
+            params = await asyncio.to_thread(first_params, config, env, tokenizer, vocab_size, mesh)
         learner = build_learner(config, vocab_size, mesh, params)
         stack.callback(learner.close)
         if saved is not None:

@@ -27,7 +27,7 @@ from telescope_jax.inference.batcher import NO_VERSION
 from telescope_jax.inference.embedded import EngineShape, build_engines
 from telescope_jax.inference.jax_engine import Reader
 from telescope_jax.inference.wire import Channel, pack_ref, pack_request, unpack_completion
-from telescope_jax.interfaces import Engine, EngineError, PromptTooLong
+from telescope_jax.interfaces import Engine, EngineError, EngineLost, PromptTooLong
 from telescope_jax.types import Completion, SamplingParams, WeightsRef
 
 
@@ -111,7 +111,8 @@ class EngineProcess:
         self._ready: asyncio.Future | None = None
         self._starting = asyncio.Lock()  # held while the process or its weights are replaced
         self._death = "the engine process was never started"
-        self._closing = False
+        self._revival: asyncio.Task[None] | None = None
+        self.closing = False
         self.restarts = 0
         self.loaded: dict[str, WeightsRef] = {}
         self.metrics: dict[str, Mapping[str, float]] = {}
@@ -166,7 +167,7 @@ class EngineProcess:
         async with self._starting:
             if self.alive:
                 return
-            if self._closing:
+            if self.closing:
                 raise EngineError("the engine is closed")
             if self.restarts >= self._config.max_restarts:
                 raise EngineError(
@@ -176,6 +177,22 @@ class EngineProcess:
             self.restarts += 1
             log.warning("restarting the engine (%d): %s", self.restarts, self._death)
             await self.start()
+
+    async def revive(self) -> None:
+        """Replaces the process if it is dead, in a task of its own: whoever waits for it may be
+        cancelled, the others still get their engine.
+
+        Raises:
+          EngineLost: `max_restarts` are used up, or the new process fails too.
+        """
+        if self.alive or self.closing:
+            return
+        if self._revival is None or self._revival.done():
+            self._revival = asyncio.create_task(self.restart(), name="engine restart")
+        try:
+            await asyncio.shield(self._revival)
+        except EngineError as error:
+            raise EngineLost(str(error)) from error
 
     async def sample(
         self, name: str, tokens: Sequence[int], sampling: SamplingParams
@@ -237,7 +254,7 @@ class EngineProcess:
 
     async def close(self) -> None:
         """Ends the process, politely at first, and fails what still waits."""
-        self._closing = True
+        self.closing = True
         if self._process is None or self._watch is None:
             return
         if self._channel is not None:
@@ -284,7 +301,7 @@ class EngineProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._death = (
             "the engine is closed"
-            if self._closing
+            if self.closing
             else f"the engine process {how}; {self._log_tail()}"
         )
         waiting = list(self._pending.values())
@@ -326,17 +343,28 @@ class ProcessEngine:
           PromptTooLong: no token fits behind the prompt.
           NotImplementedError: top_p or top_k cut the distribution.
           ValueError: the request is malformed.
-          EngineError: the process died, is closed, failed, or took too long.
+          EngineError: the process died meanwhile, is closed, failed, or took too long.
+          EngineLost: it died more often than it may.
         """
+        await self.process.revive()
         return await self.process.sample(self.name, tokens, sampling)
 
     async def load(self, ref: WeightsRef) -> None:
         """Swaps to `ref` between two calls; running requests go on with the new weights.
 
+        A process that dies of it, or meanwhile, is replaced and asked again.
+
         Raises:
-          EngineError: the weights cannot be read, or the process is dead.
+          EngineError: the weights cannot be read, or the engine is closed.
+          EngineLost: it died more often than it may.
         """
-        await self.process.load(self.name, ref)
+        while True:
+            await self.process.revive()
+            try:
+                return await self.process.load(self.name, ref)
+            except EngineError:
+                if self.process.alive or self.process.closing:
+                    raise
 
     async def restart(self) -> None:
         """Replaces the process if it is dead, for all its engines. Raises EngineError."""
