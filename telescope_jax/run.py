@@ -38,7 +38,7 @@ from telescope_jax.inference.engine_client import start_engines
 from telescope_jax.interfaces import Engine, Environment
 from telescope_jax.learner.checkpoint import Checkpointer
 from telescope_jax.learner.learner import Learner
-from telescope_jax.learner.loss import LossSettings
+from telescope_jax.learner.settings import loss_settings
 from telescope_jax.learner.warm_start import Solution, warm_start
 from telescope_jax.ledger import Attempt
 from telescope_jax.metrics import Fanout, JsonlSink
@@ -315,40 +315,17 @@ def solutions(env: Environment, tokenizer: Tokenizer) -> Iterator[Solution]:
 
 def build_learner(config: Config, vocab_size: int, mesh: Mesh, params: Params | None) -> Learner:
     """The trainer at version 0, from `params` or from random ones."""
-    loss = config.loss
-    masked = loss.sequence_mask_low or loss.sequence_mask_high
-    objective = config.objective()
     return Learner(
         config.policy,
         vocab_size,
         mesh,
-        loss=LossSettings(
-            objective="pg" if objective == "policy_gradient" else objective,
-            use_tis=config.use_tis,
-            tis_cap=config.tis_cap,
-            tis_mode=loss.tis_mode,
-            tis_floor=loss.tis_floor,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            sapo_tau_positive=loss.sapo_tau_positive,
-            sapo_tau_negative=loss.sapo_tau_negative,
-            sequence_mask=(loss.sequence_mask_low, loss.sequence_mask_high or np.inf)
-            if masked
-            else None,
-            kl_coef=loss.kl_coef,
-            kl_estimator=loss.kl_estimator,
-            reference_kl_coef=loss.reference_kl_coef,
-            entropy_coef=loss.entropy_coef,
-            normalizer=loss.normalizer,
-            constant_length=loss.normalizer_constant or float(config.sampling.max_tokens),
-        ),
+        loss=loss_settings(config),
         optimizer=config.optimizer,
         number_of_steps=config.number_of_steps,
         rows_per_microbatch=config.batch.rows_per_microbatch,
         temperature=config.sampling.temperature,
         minibatches=config.batch.minibatches,
-        old_logprobs=loss.old_logprobs,
+        old_logprobs=config.loss.old_logprobs,
         params=params,
         seed=config.seed,
     )

@@ -34,6 +34,8 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.sharding", PURE, "sharding"),
     ("telescope_jax.model", PURE, "model"),
     ("telescope_jax.learner.loss", PURE, "loss"),
+    ("telescope_jax.learner.objectives", PURE, "loss"),
+    ("telescope_jax.learner.settings", PURE, "loss"),
     ("telescope_jax.weights.hf_layout", PURE, "hf_layout"),
     ("telescope_jax.envs", PART, "envs"),
     ("telescope_jax.prompts", PART, "prompts"),

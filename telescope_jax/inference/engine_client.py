@@ -169,6 +169,8 @@ class EngineProcess:
                 return
             if self.closing:
                 raise EngineError("the engine is closed")
+            if self._watch is not None:
+                await asyncio.wait([self._watch])  # so that the cause of death is known
             if self.restarts >= self._config.max_restarts:
                 raise EngineError(
                     f"the engine process died {self.restarts + 1} times, more often than "
