@@ -7,6 +7,7 @@ in `loss_mask`; prompts and observations are not. No end token is invented for a
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -121,10 +122,12 @@ class Episode:
         """The finished rollout.
 
         Raises:
-          EnvError: the environment never sampled, so there is nothing to train.
+          EnvError: the environment never sampled, or its reward is not a finite number.
         """
         if not self._spans:
             raise EnvError("the episode ended without a sampled token")
+        if not math.isfinite(reward.total):
+            raise EnvError(f"the reward is {reward.total}, which is not a finite number")
         return Rollout(
             tokens=np.asarray(self._tokens, np.int32),
             loss_mask=np.asarray(self._mask, bool),
