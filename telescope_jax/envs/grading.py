@@ -98,6 +98,7 @@ _SIZING = re.compile(
     rf"{_ROW}\\(?:(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?|!)"
 )
 _SPACING = re.compile(rf"{_ROW}\\(?:[,;: ]|q?quad(?![a-zA-Z]))|~")
+_UPRIGHT = re.compile(r"\\(?:mathrm|text)\{([ie])\}")  # numbers, which math-verify takes for units
 _FRACTIONS = re.compile(rf"{_ROW}\\[dtc]frac(?![a-zA-Z])")
 # After a comma, three digits keep their space: `11, 250` is a list, `11,250` a number.
 _FREE_SPACE = re.compile(
@@ -119,6 +120,7 @@ def normalize(answer: str) -> str:
     if "\\" in text or "~" in text or "{" in text:
         text = _GROUPING.sub("", text)
         text = _SPACING.sub(" ", _SIZING.sub("", text))
+        text = _UPRIGHT.sub(r"\1", text)
         text = _FRACTIONS.sub(r"\\frac", text)
     if " " in text:
         text = _FREE_SPACE.sub("", text)

@@ -43,15 +43,15 @@ def make_env(
       ValueError: the name or an option is unknown, with the nearest ones; or the class refuses.
     """
     options = dict(options or {})
-    head, _, tail = name.partition(":")
-    if head == _GYM:
+    head, colon, tail = name.partition(":")
+    if head == _GYM and colon:
         place = "telescope_jax.envs.reasoning_gym:ReasoningGym"
         options["dataset"] = tail
     else:
         place = name if tail else ENVIRONMENTS.get(name, "")
     if not place:
         known = [*ENVIRONMENTS, f"{_GYM}:<dataset>", "<package.module>:<Class>"]
-        near = difflib.get_close_matches(name, [*ENVIRONMENTS, _GYM], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"no environment {name!r}; {hint}known: {', '.join(known)}")
     make = _load(name, place)

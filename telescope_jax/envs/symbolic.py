@@ -22,7 +22,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 _CHAIN = re.compile(r"[0-9]+(?:(?:\^|\*\*)[0-9]+)+")
-_FACTORIAL = re.compile(r"[0-9]{6,}!")
+_FACTORIAL = re.compile(r"[0-9]{6,} *!")
 _MAX_DIGITS = 1e6
 _DIGITS = 40
 _TOLERANCE = sympy.Float("1e-14")

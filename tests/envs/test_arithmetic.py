@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_the_tokens_are_the_question():
 
 
 def play(env, prompt, text):
-    async def sample():
+    async def sample() -> Any:
         return SimpleNamespace(text=text)
 
     return asyncio.run(env.play(prompt, sample)).total
