@@ -16,10 +16,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
 from telescope_jax.interfaces import Engine, Environment
-from telescope_jax.learner.checkpoint import Checkpointer
+from telescope_jax.learner.checkpoint import Checkpoints, Restored
 from telescope_jax.learner.learner import Learner
 from telescope_jax.learner.settings import loss_settings
 from telescope_jax.learner.warm_start import Solution, warm_start
@@ -45,11 +46,12 @@ from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
+from telescope_jax.rollouts.archive import pack_groups, unpack_groups
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
 from telescope_jax.scoring.reward_pool import RewardPool
 from telescope_jax.sharding import make_mesh, table
 from telescope_jax.staleness import AsyncBound
-from telescope_jax.types import Params, Prompt, SamplingParams, Uid
+from telescope_jax.types import Group, Params, Prompt, SamplingParams, Uid
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir, WorkdirError
 
@@ -98,14 +100,14 @@ async def _run(config: Config, folder: Workdir) -> int:
             workers=config.env.reward_workers,
             timeout_s=config.env.reward_timeout_s,
             memory_bytes=config.env.reward_memory_mb << 20,
+            preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
         )
         stack.push_async_callback(rewards.close)
         env = build_env(config, tokenizer, rewards)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
         mesh = build_mesh(config)
-        checkpointer = Checkpointer(folder.checkpoints, keep_last=config.checkpoint.keep_last)
-        stack.callback(checkpointer.close)
-        saved = checkpointer.restore_latest()
+        checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
+        stack.callback(checkpoints.close)
 
         store = OrbaxStore(folder.weights) if config.engine.own_process else MemoryStore()
         starting = asyncio.create_task(
@@ -123,14 +125,10 @@ async def _run(config: Config, folder: Workdir) -> int:
             )
         )
         stack.push_async_callback(close_engines, starting)
-        params = None
-        if saved is None and config.warm_start.steps:
-            params = await asyncio.to_thread(first_params, config, env, tokenizer, vocab_size, mesh)
-        learner = build_learner(config, vocab_size, mesh, params)
+        learner, saved = await asyncio.to_thread(
+            build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints
+        )
         stack.callback(learner.close)
-        if saved is not None:
-            learner.restore(saved.trainer)
-            log.info("resumed from step %d in %s", learner.step, folder.path)
         engines = await starting
 
         sink = Fanout(
@@ -158,7 +156,8 @@ async def _run(config: Config, folder: Workdir) -> int:
             folder.event,
         )
         if saved is not None:
-            attempts.restore(learner.step, saved.run, saved.groups)
+            held = unpack_groups(saved.host["groups"], saved.held or {}, env)
+            attempts.restore(learner.step, saved.host["run"], held)
         sampled = episode_settings(config)
         greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
 
@@ -198,7 +197,7 @@ async def _run(config: Config, folder: Workdir) -> int:
             ),
             sink=sink,
             events=folder.event,
-            checkpointer=checkpointer,
+            checkpointer=RunCheckpoints(checkpoints),
         )
         console.start(
             config="\n".join(config_tree.overrides(config)),
@@ -207,13 +206,28 @@ async def _run(config: Config, folder: Workdir) -> int:
         )
         with Signals(config, orchestrator) as signals:
             await orchestrator.run()
-        await checkpointer.wait()
+        await asyncio.to_thread(checkpoints.wait)
         sink.close()
         lines = read_metrics(folder.metrics_file)
         picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
         files = {"metrics": str(folder.metrics_file), "curves": str(picture)}
         print(summary(lines, files))
         return signals.exit_code
+
+
+class RunCheckpoints:
+    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    async def save(
+        self, step: int, trainer: Mapping[str, Any], run: Mapping[str, Any], held: Sequence[Group]
+    ) -> None:
+        """Returns once the arrays are copied; what follows goes on in the background."""
+        groups, arrays = pack_groups(held)
+        host = {"run": run, "groups": groups}
+        await asyncio.to_thread(self._checkpoints.save, trainer, host=host, held=arrays)
 
 
 class Signals:
@@ -287,10 +301,40 @@ def build_mesh(config: Config) -> Mesh:
         raise SetupError(str(error)) from error
 
 
+def build_or_restore(
+    config: Config,
+    env: Environment,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+) -> tuple[Learner, Restored | None]:
+    """The trainer as of the newest checkpoint, or at version 0.
+
+    Raises:
+      SetupError: there are checkpoints, and not one of them can be read.
+    """
+    if not checkpoints.steps():
+        params = first_params(config, env, tokenizer, vocab_size, mesh)
+        return build_learner(config, vocab_size, mesh, params), None
+    learner = build_learner(config, vocab_size, mesh, None)
+    saved = checkpoints.restore(learner.save_structure())
+    if saved is None:
+        raise SetupError(
+            f"none of the checkpoints of steps {checkpoints.steps()} can be read; move them away "
+            "to start over, or choose another --workdir"
+        )
+    learner.restore(saved.state)
+    log.info("resumed from step %d", learner.step)
+    return learner, saved
+
+
 def first_params(
     config: Config, env: Environment, tokenizer: Tokenizer, vocab_size: int, mesh: Mesh
-) -> Params:
-    """Version 0: the warm start on solutions of training prompts."""
+) -> Params | None:
+    """Version 0: the warm start on solutions of training prompts; None is random weights."""
+    if not config.warm_start.steps:
+        return None
     return warm_start(
         config.policy,
         vocab_size,
@@ -374,7 +418,7 @@ def refuse_foreign_kernels_package() -> None:
 
 def use_compilation_cache() -> None:
     """Keeps every compiled function on disk, for the engine's process and the next run."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "telescope_jax" / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
