@@ -287,7 +287,9 @@ class Batcher:
     def _decode(self, done: list[Finished]) -> None:
         wanted = np.array([request is not None for request in self._running])
         started = time.perf_counter()
-        self._slots, emitted = self._decoding.decode(self._params, self._slots_or_new(), wanted)
+        self._slots, emitted = self._decoding.decode(
+            self._params, self._slots_or_new(), wanted, np.int32(len(self._waiting))
+        )
         self.counters.device_s += time.perf_counter() - started
         self.counters.calls += 1
         self.counters.busy_slots += self.slots_busy
@@ -355,7 +357,7 @@ class Batcher:
         rows = self._decoding.prefill(self._params, *blank)
         nobody = self._decoding.empty_admission()
         slots, _ = self._decoding.admit(self._slots_or_new(), rows, nobody)
-        slots, _ = self._decoding.decode(self._params, slots, nobody.source >= 0)
+        slots, _ = self._decoding.decode(self._params, slots, nobody.source >= 0, np.int32(0))
         self._slots = jax.block_until_ready(slots)
 
 

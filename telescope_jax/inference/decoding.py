@@ -194,8 +194,13 @@ def _decode(
     params: Params,
     slots: Slots,
     wanted: Int[Array, " S"],
+    waiting: Int[Array, ""],
 ) -> tuple[Slots, Emitted]:
-    """Up to `steps` tokens for every running slot; a slot that is not `wanted` any more idles."""
+    """Up to `steps` tokens for every running slot; a slot that is not `wanted` any more idles.
+
+    With requests `waiting` the call ends early, once the slots that they could have used have
+    idled for as many steps as half of all slots take in one: about what a call costs besides.
+    """
     size = slots.token.shape[0]
     slots = slots._replace(remaining=jnp.where(wanted, slots.remaining, 0))
     blank = Emitted(
@@ -205,12 +210,14 @@ def _decode(
         running=slots.remaining,
     )
 
-    def goes_on(carry: tuple[jax.Array, Slots, Emitted]) -> jax.Array:
-        step, slots, _ = carry
-        return (step < steps) & jnp.any(slots.remaining > 0)
+    def goes_on(carry: tuple[jax.Array, jax.Array, Slots, Emitted]) -> jax.Array:
+        step, idled, slots, _ = carry
+        return (step < steps) & (idled < (size + 1) // 2) & jnp.any(slots.remaining > 0)
 
-    def body(carry: tuple[jax.Array, Slots, Emitted]) -> tuple[jax.Array, Slots, Emitted]:
-        step, slots, emitted = carry
+    def body(
+        carry: tuple[jax.Array, jax.Array, Slots, Emitted],
+    ) -> tuple[jax.Array, jax.Array, Slots, Emitted]:
+        step, idled, slots, emitted = carry
         running = slots.remaining > 0
         # An idle slot writes nothing: its position is outside the cache.
         position = jnp.where(running, slots.position, context)
@@ -229,9 +236,11 @@ def _decode(
             count=emitted.count + running,
             running=slots.remaining,
         )
-        return step + 1, slots, emitted
+        idle = jnp.sum(slots.remaining == 0, dtype=jnp.int32)
+        return step + 1, idled + jnp.minimum(idle, waiting), slots, emitted
 
-    _, slots, emitted = jax.lax.while_loop(goes_on, body, (jnp.int32(0), slots, blank))
+    start = (jnp.int32(0), jnp.int32(0), slots, blank)
+    _, _, slots, emitted = jax.lax.while_loop(goes_on, body, start)
     return slots, emitted
 
 
