@@ -33,6 +33,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.sharding", PURE, "sharding"),
     ("telescope_jax.model", PURE, "model"),
     ("telescope_jax.learner.loss", PURE, "loss"),
+    ("telescope_jax.learner.objectives", PURE, "loss"),
     ("telescope_jax.weights.hf_layout", PURE, "hf_layout"),
     ("telescope_jax.envs", PART, "envs"),
     ("telescope_jax.prompts", PART, "prompts"),
@@ -104,7 +105,8 @@ def complaints(sources: dict[str, tuple[str, bool]]) -> list[str]:
     known = set(sources)
     pure_edges: dict[str, set[str]] = {}
     for module, (source, is_package) in sources.items():
-        for target, line in imports(source, module, is_package=is_package, known=known):
+        found_here = imports(source, module, is_package=is_package, known=known)
+        for target, line in dict.fromkeys(found_here):
             where, top = f"{module}:{line}", target.split(".")[0]
             if module.startswith("kernels") and not (
                 top in KERNELS_MAY_IMPORT or top in sys.stdlib_module_names
