@@ -110,7 +110,8 @@ def complaints(sources: dict[str, tuple[str, bool]]) -> list[str]:
     known = set(sources)
     pure_edges: dict[str, set[str]] = {}
     for module, (source, is_package) in sources.items():
-        for target, line in imports(source, module, is_package=is_package, known=known):
+        found_here = imports(source, module, is_package=is_package, known=known)
+        for target, line in dict.fromkeys(found_here):
             where, top = f"{module}:{line}", target.split(".")[0]
             if module.startswith("kernels") and not (
                 top in KERNELS_MAY_IMPORT or top in sys.stdlib_module_names
