@@ -176,7 +176,7 @@ class Attempts:
             del self._orders[member.attempt]
 
     def report(self) -> dict[str, float]:
-        """Rewards of all groups that finished since the last report, trained or not.
+        """Rewards of all groups that finished since the last report, dropped ones too.
 
         Batches hold only groups with signal, so their mean reward is drawn to the middle; the
         reward that tells how good the policy is counts every group.

@@ -241,7 +241,9 @@ class Orchestrator:
         while members := self._attempts.take_batch():
             step = self._attempts.inference_step - 1
             groups = [member.group for member in members]
-            self._batches.append(Assembled(members, assemble(step, groups, self._assembly)))
+            batch = assemble(step, groups, self._assembly)
+            batch.metrics.update(self._attempts.report())
+            self._batches.append(Assembled(members, batch))
         self._changed.notify()
 
     # Learn
@@ -283,7 +285,7 @@ class Orchestrator:
 
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}
-        values |= batch.metrics | self._attempts.report() | self._attempts.ledger.metrics()
+        values |= batch.metrics | self._attempts.ledger.metrics()
         values |= {f"time/{name}": value for name, value in self._times.items()}
         values |= {f"engine/{name}": value for name, value in self._engine.metrics().items()}
         values["engine/version"] = float(self.served_version)
