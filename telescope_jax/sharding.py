@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, P] = {
 }
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of data × fsdp × tensor over the first devices.
 
     Raises:

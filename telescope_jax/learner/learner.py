@@ -83,7 +83,7 @@ class Learner:
             check_structure(params, expected, "the given parameters")
             params = jax.device_put(params, self._step.params_shardings)
         opt_state = self._step.init_opt_state(params)
-        self._state = TrainState(params, opt_state, np.asarray(0, np.int32))
+        self._state = TrainState(params, opt_state, self._scalar(np.int32(0)))
         self._reference = params if loss.needs_reference_logprobs else None
         self._skipped_in_a_row = 0
         self._compilations = _Compilations()
@@ -92,7 +92,7 @@ class Learner:
     @property
     def step(self) -> int:
         """Completed steps, which is also the version of `params`."""
-        return int(self._state.step)
+        return int(jax.device_get(self._state.step))
 
     @property
     def params(self) -> Params:
@@ -114,9 +114,7 @@ class Learner:
         compiled_before = self._compilations.of_this_thread()
         with jax.transfer_guard("disallow"):
             stats, reports = self._train(batch)
-        return self._conclude(
-            stats, reports, self._compilations.of_this_thread() - compiled_before
-        )
+        return self._conclude(stats, reports, self._compilations.of_this_thread() - compiled_before)
 
     def save(self) -> Mapping[str, Any]:
         """Parameters, optimizer state, step, and the reference policy if the loss has one.
@@ -141,10 +139,8 @@ class Learner:
         self._state = TrainState(
             jax.device_put(state["params"], self._step.params_shardings),
             # Copied, since the next update donates it and the caller may still hold the arrays.
-            self._step.copy_opt_state(
-                jax.device_put(state["opt_state"], self._step.opt_shardings)
-            ),
-            np.asarray(state["step"], np.int32),
+            self._step.copy_opt_state(jax.device_put(state["opt_state"], self._step.opt_shardings)),
+            self._scalar(np.asarray(state["step"], np.int32)),
         )
         if self._reference is not None:
             self._reference = jax.device_put(state["reference"], self._step.params_shardings)
@@ -171,19 +167,20 @@ class Learner:
         self._thread.shutdown(wait=True)
         self._compilations.stop()
 
+    def _scalar(self, value: Any) -> jax.Array:
+        return jax.device_put(value, self._everywhere)
+
     def _train(
         self, batch: Sequence[PackedBatch]
     ) -> tuple[list[dict[str, float]], list[UpdateReport]]:
         run, state = self._step, self._state
         rate = learning_rate(self._optimizer, self.step, self._number_of_steps)
-        rate = jax.device_put(np.float32(rate), self._everywhere)
+        rate = self._scalar(np.float32(rate))
         # Every minibatch is scored before the first update: π_old is the policy at arrival.
         minibatches = [list(self._microbatches(minibatch)) for minibatch in batch]
         params, opt_state, reports = state.params, state.opt_state, []
         for microbatches in minibatches:
-            totals = jax.device_put(
-                Denominators(np.float32(0), np.float32(0)), self._everywhere
-            )
+            totals = Denominators(*(self._scalar(np.float32(0)) for _ in Denominators._fields))
             for microbatch in microbatches:
                 totals = run.count(microbatch, totals)
             sums = run.zeros()
@@ -192,7 +189,7 @@ class Learner:
             params, opt_state, report = run.apply(params, opt_state, sums, rate)
             reports.append(report)
         reports = jax.device_get(reports)
-        self._state = TrainState(params, opt_state, np.asarray(self.step + 1, np.int32))
+        self._state = TrainState(params, opt_state, self._scalar(np.int32(self.step + 1)))
         return [finish(report.loss) for report in reports], reports
 
     def _microbatches(self, batch: PackedBatch) -> Iterator[PackedBatch]:
@@ -251,9 +248,7 @@ class Learner:
             kl=mean("kl"),
             entropy=mean("entropy"),
             grad_norm=float(np.mean([report.grad_norm for report in reports])),
-            learning_rate=learning_rate(
-                self._optimizer, self.step - 1, self._number_of_steps
-            ),
+            learning_rate=learning_rate(self._optimizer, self.step - 1, self._number_of_steps),
             token_count=sum(one["token_count"] for one in stats),
             rejected_fraction=mean("rejected_fraction"),
             clipped_fraction=mean("clipped_fraction"),
@@ -275,8 +270,8 @@ class _Compilations:
     def stop(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **kwargs: Any) -> None:
-        del duration, kwargs
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event == _COMPILE_EVENT:
             thread = threading.get_ident()
             self._of_thread[thread] = self._of_thread.get(thread, 0) + 1

@@ -103,7 +103,9 @@ class Step:
         return UpdateSums(gradient, _no_loss())
 
     def _count(self, batch: PackedBatch, so_far: Denominators) -> Denominators:
-        return jax.tree.map(jnp.add, so_far, denominators(batch.segments, batch.loss_mask))
+        return jax.tree.map(
+            jnp.add, so_far, denominators(jnp.asarray(batch.segments), jnp.asarray(batch.loss_mask))
+        )
 
     def _score(self, params: Params, batch: PackedBatch) -> Float[Array, "B T"]:
         """log π of the loss tokens, for π_old and the reference policy; 0 elsewhere."""
@@ -113,11 +115,11 @@ class Step:
         return logprobs(
             self.decoder,
             params,
-            batch.tokens,
-            batch.segments,
-            batch.positions,
+            jnp.asarray(batch.tokens),
+            jnp.asarray(batch.segments),
+            jnp.asarray(batch.positions),
             temperature=self._temperature,
-            wanted=batch.loss_mask,
+            wanted=jnp.asarray(batch.loss_mask),
         )
 
     def _accumulate(

@@ -74,8 +74,9 @@ def warm_start(
     rows = _take(solutions, config.steps * config.batch_size)
     path = None
     if config.cache:
-        decided_by = (policy, vocab_size, sorted(mesh.shape.items()), config, optimizer, seed)
-        path = (cache_folder or default_cache_folder()) / f"{_key(decided_by, seq_len, rows)}.npz"
+        plain = [dataclasses.asdict(part) for part in (policy, config, optimizer)]
+        decided_by = [*plain, vocab_size, sorted(mesh.shape.items()), seed, seq_len]
+        path = (cache_folder or default_cache_folder()) / f"{_key(decided_by, rows)}.npz"
         cached = _read(path, Decoder(policy, vocab_size))
         if cached is not None:
             _log.info("warm start: read from %s", path)
@@ -159,15 +160,17 @@ def _batches(
         )
 
 
-def _key(decided_by: tuple, seq_len: int, rows: Sequence[Rollout]) -> str:
+def _key(decided_by: list, rows: Sequence[Rollout]) -> str:
     digest = hashlib.sha256()
-    plain = [dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x for x in decided_by]
     versions = [metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")]
     backend = jax.default_backend()
-    digest.update(json.dumps([plain, seq_len, versions, backend], default=str).encode())
+    digest.update(json.dumps([decided_by, versions, backend]).encode())
     house = Path(telescope_jax.__path__[0])
     folders = (Path(kernels.__path__[0]), house / "model", house / "learner")
-    for source in (*(s for folder in folders for s in sorted(folder.rglob("*.py"))), house / "packing.py"):
+    for source in (
+        *(s for folder in folders for s in sorted(folder.rglob("*.py"))),
+        house / "packing.py",
+    ):
         digest.update(source.read_bytes())
     for row in rows:
         digest.update(len(row.tokens).to_bytes(8, "little"))
@@ -200,7 +203,7 @@ def _write(path: Path, params: Params) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            np.savez(file, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)
         os.replace(file.name, path)
     except OSError as error:
         _log.warning("warm start: not cached at %s: %s", path, error)

@@ -61,8 +61,9 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size or vocab_size
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, rope_scaling)
+        self._constrain = constrain or (lambda x, kind: x)
         self._build = functools.partial(
-            Stack, config, self.vocab_size, frequencies, constrain or (lambda x, _: x)
+            Stack, config, self.vocab_size, frequencies, self._constrain
         )
         stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
         self._graph, _ = nnx.split(stack)
@@ -90,11 +91,11 @@ class Decoder:
         A token sees those before it in its own segment. Segment 0 is padding: finite, and unread.
         """
         stack = self._bind(params)
-        x = stack.embed(tokens)
+        x = self._constrain(stack.lookup(tokens), "residual")
         block = self._remat(lambda b, x: b.packed(x, segments, positions)[0])
         for layer in stack.layers:
             x = block(layer, x)
-        return stack.final_norm(x)
+        return self._constrain(stack.final_norm(x), "residual")
 
     def unembedding(self, params: Params) -> tuple[jax.Array, Literal["vd", "dv"]]:
         """The float32 matrix that turns hidden states into logits, and its layout."""
@@ -135,7 +136,7 @@ class Decoder:
         stack = self._bind(params)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        x, keys, values = stack.embed(tokens), [], []
+        x, keys, values = stack.lookup(tokens), [], []
         for layer in stack.layers:
             x, k, v = layer.packed(x, segments, positions)
             keys.append(k)
@@ -161,7 +162,7 @@ class Decoder:
           Logits of the next token, and the cache.
         """
         stack = self._bind(params)
-        x = stack.embed(tokens)
+        x = stack.lookup(tokens)
         for index, layer in enumerate(stack.layers):
             x, cache = layer.cached(x, positions, cache, index)
         return self.logits(params, stack.final_norm(x)), cache

@@ -173,9 +173,16 @@ class Stack(nnx.Module):
         self.layers = nnx.List(
             [Block(config, frequencies, constrain, rngs) for _ in range(config.layers)]
         )
+        self.constrain = constrain
         self.final_norm = _norm(config.width, config, rngs)
         if not config.tied_embeddings:
             self.unembed = _linear(config.width, vocab_size, config, rngs)
+
+    def lookup(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        """Embeddings of `tokens`, in the compute dtype; NaN for an id outside the vocabulary."""
+        table = self.constrain(self.embed.embedding[...], "table")
+        # Cast after the lookup: the gradient then adds up in float32, over all uses of a token.
+        return jnp.take(table, tokens, axis=0).astype(self.embed.dtype)
 
 
 def _dtype(config: PolicyConfig) -> jnp.dtype:
