@@ -15,8 +15,9 @@ import bisect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -248,7 +249,9 @@ class Batcher:
             for _, _, request in left:
                 self._left_queue(request)
             self.counters.admitted += admitted
-            self._slots, emitted = self._decoding.admit(self._slots_or_new(), rows, new)
+            self._slots, emitted = self._on_device(
+                self._decoding.admit, self._slots_or_new(), rows, new
+            )
             self._harvest(emitted, done)
 
     def _seat(self, request: Request, row: int, new: Admission) -> None:
@@ -280,26 +283,23 @@ class Batcher:
             tokens[row, :length], lengths[row] = request.tokens, length
             if len(chosen) == room:
                 break
-        rows = self._decoding.prefill(self._params, tokens, lengths)
+        rows = self._on_device(self._decoding.prefill, self._params, tokens, lengths)
         self._prefilled |= {prompt: (rows, row) for prompt, row in chosen.items()}
         self.counters.prefilled += len(chosen)
 
     def _decode(self, done: list[Finished]) -> None:
         wanted = np.array([request is not None for request in self._running])
-        started = time.perf_counter()
-        self._slots, emitted = self._decoding.decode(
-            self._params, self._slots_or_new(), wanted, np.int32(len(self._waiting))
+        waiting = np.int32(len(self._waiting))
+        self._slots, emitted = self._on_device(
+            self._decoding.decode, self._params, self._slots_or_new(), wanted, waiting
         )
-        self.counters.device_s += time.perf_counter() - started
         self.counters.calls += 1
         self.counters.busy_slots += self.slots_busy
         self._harvest(emitted, done)
 
     def _harvest(self, emitted: Emitted, done: list[Finished]) -> None:
         """Books what a call sampled, and takes finished requests out of their slots."""
-        started = time.perf_counter()
-        tokens, logprobs, count, running = jax.device_get(emitted)
-        self.counters.device_s += time.perf_counter() - started
+        tokens, logprobs, count, running = self._on_device(jax.device_get, emitted)
         step, slot = np.nonzero(np.arange(len(tokens))[:, None] < count[None, :])
         at = self._count[slot] + step
         self._tokens[slot, at], self._logprobs[slot, at] = tokens[step, slot], logprobs[step, slot]
@@ -315,6 +315,13 @@ class Batcher:
                 done.append((request, self._completion(request, slot, int(ends[slot]))))
                 self._release(request)
         self._count = ends
+
+    def _on_device(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls the device; small computations run inside the call, others inside device_get."""
+        started = time.perf_counter()
+        result = call(*args)
+        self.counters.device_s += time.perf_counter() - started
+        return result
 
     def _completion(self, request: Request, slot: int, end: int) -> Completion:
         last = int(self._tokens[slot, end - 1])

@@ -157,16 +157,17 @@ class JaxEngine:
           ValueError: the request is malformed.
           EngineError: the engine is closed, has no weights, failed, or took too long.
         """
-        answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
         request = self.submit(tokens, sampling, partial(_settle, answer))
+        expired = EngineError(
+            f"no completion within engine.request_timeout_s={self._request_timeout_s:g}"
+        )
+        expiry = loop.call_later(self._request_timeout_s, _settle, answer, expired)
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                return await answer
-        except TimeoutError as error:
-            raise EngineError(
-                f"no completion within engine.request_timeout_s={self._request_timeout_s:g}"
-            ) from error
+            return await answer
         finally:
+            expiry.cancel()
             self.cancel(request)
 
     def submit(

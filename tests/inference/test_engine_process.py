@@ -317,13 +317,13 @@ def test_messages_of_one_turn_travel_in_one_frame():
 
 
 def test_a_request_costs_the_parents_event_loop_little(loaded: Rig):
-    """256 short requests a step; ≤ 50 µs each when the machine is quiet, so a test that may share
-    it allows 4 times as much. Processor time of this thread, not the wall's."""
+    """256 short requests a step; ≤ 50 µs each on a quiet machine, and a shared one gets 4 times
+    as much. Processor time of this thread, not the wall's; the best of a few steps."""
+    asked = [(prompt(i), settings(seed=i, group=str(i // 8), max_tokens=2)) for i in range(256)]
 
     async def run() -> float:
-        await sample_many(loaded.train, 256)
         started = time.thread_time()
-        await sample_many(loaded.train, 256)
-        return (time.thread_time() - started) / 256
+        await asyncio.gather(*(loaded.train.sample(*each) for each in asked))
+        return (time.thread_time() - started) / len(asked)
 
-    assert loaded.run(run()) < 200e-6
+    assert min(loaded.run(run()) for _ in range(5)) < 200e-6
