@@ -1,7 +1,7 @@
 """Checkpoints of a run: one orbax Composite a step, written in the background, whole or not there.
 
-    checkpoints/step_000050/   params  opt_state  [reference]  [held]   arrays
-                               host                                     JSON: step, item names, host state
+    checkpoints/step_000050/   params  opt_state  [reference]  [held]    arrays
+                               host        JSON: step, names of the items, state of the host
 
 Orbax writes into a temporary folder and renames it once everything is on disk, so a save that was
 cut never looks finished. A folder that was damaged later is passed over, by name, for the newest
@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
+from telescope_jax import orbax_saves
 from telescope_jax.learner.learner import check_structure
 
 _log = logging.getLogger(__name__)
@@ -62,12 +64,7 @@ class Checkpoints:
           keep_last: newest checkpoints that stay, ≥ 1.
         """
         self._folder, self._keep_last = Path(folder).absolute(), keep_last
-        # Folders made in the background are matched by a counter that all savers of the process
-        # share: a weight store that publishes meanwhile would make a save look for the wrong one.
-        self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(),
-            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
-        )
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first; one damaged later is among them."""
@@ -105,7 +102,8 @@ class Checkpoints:
         items["host"] = ocp.args.JsonSave(written)
         self._folder.mkdir(parents=True, exist_ok=True)
         # force: this step's folder may be there, damaged, from the run that is being resumed.
-        self._writer.save(self._path(step), ocp.args.Composite(**items), force=True)
+        with orbax_saves.BEGINNING:
+            self._writer.save(self._path(step), ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
         """Returns once the save in progress is committed, and deletes what is too old.
@@ -195,6 +193,6 @@ def _load(path: Path, items: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _metadata(path: Path) -> Any:
     try:
-        return ocp.StandardCheckpointHandler().metadata(path).tree
+        return ocp.StandardCheckpointHandler().metadata(epath.Path(path)).tree
     except Exception as error:  # as in _load
         raise Damaged(f"{path.name}: {type(error).__name__}: {error}") from error

@@ -28,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from telescope_jax import orbax_saves
 from telescope_jax.types import Params, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -193,13 +194,11 @@ class OrbaxStore:
             "tensors": tensors,
             "dtype": self.serving_dtype,
         }
-        _checkpointer().save(
-            path,
-            ocp.args.Composite(
-                weights=ocp.args.PyTreeSave(flat), metadata=ocp.args.JsonSave(metadata)
-            ),
-            force=True,
+        items = ocp.args.Composite(
+            weights=ocp.args.PyTreeSave(flat), metadata=ocp.args.JsonSave(metadata)
         )
+        with orbax_saves.BEGINNING:
+            _checkpointer().save(path, items, force=True)
         return WeightsRef(version, str(path), fingerprint)
 
     def _verify(
