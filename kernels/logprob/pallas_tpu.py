@@ -201,8 +201,9 @@ class _Grid:
 
     @property
     def unembed_shape(self) -> tuple[int, int]:
-        shape = (self.columns, self.width)
-        return shape if self.layout == "vd" else shape[::-1]
+        if self.layout == "vd":
+            return self.columns, self.width
+        return self.width, self.columns
 
     def call(self, kernel: Callable, operands, *, out, out_specs, flops: int, scratch=()):
         """Runs `kernel` over the grid; `flops` counts in TDV."""
