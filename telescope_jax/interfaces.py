@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """The engine could not answer; the rollouts concerned are infrastructure failures."""
 
 
+class EngineLost(RuntimeError):
+    """The engine is gone and will not come back; ends the run with its last words."""
+
+
 class EnvError(RuntimeError):
     """The environment failed; the rollout has no reward (which is not reward 0)."""
 
@@ -43,7 +47,7 @@ class PromptTooLong(ValueError):
 
 
 class Engine(Protocol):
-    """Samples from one version of the weights at a time. A pool is an Engine; so is a test script."""
+    """Samples from one version of the weights. A pool is an Engine; so is a test script."""
 
     @property
     def version(self) -> int:
@@ -55,6 +59,8 @@ class Engine(Protocol):
 
         Raises:
           EngineError: the answer was lost; asking again may help.
+          EngineLost: no engine is left to ask.
+          PromptTooLong: `tokens` leave no room for a completion.
         """
         ...
 
@@ -70,7 +76,8 @@ class Engine(Protocol):
 
 
 Sample = Callable[..., Awaitable["Turn"]]
-"""`await sample(observation=None, **overrides) -> Turn`: what an environment calls, see rollouts/episode.py."""
+"""`await sample(observation="", max_tokens=None) -> Turn`, what an environment calls: appends the
+observation (text, or token ids) to the episode and samples on; see rollouts/episode.py."""
 
 
 class Turn(Protocol):
@@ -144,7 +151,7 @@ class WeightStore(Protocol):
         ...
 
     async def prune(self, keep: Sequence[int]) -> None:
-        """Deletes every version not in `keep`. A failed deletion is a warning, tried again later."""
+        """Deletes the versions not in `keep`; a failed deletion is a warning, retried later."""
         ...
 
 

@@ -53,8 +53,8 @@ class SamplingParams:
         trainer scores.
       stop_token_ids: token ids that end the completion, beside the tokenizer's eos ids; the id
         that ended it is part of the completion.
-      seed: 64 bits that, with the position of the token, decide the sample, whatever else is in the
-        engine's batch. `rollouts/episode.py` derives it from (run seed, uid, attempt, rollout, turn).
+      seed: 64 bits that, with the position of the token, decide the sample, whatever else is in
+        the batch; rollouts/episode.py hashes them from (run seed, uid, attempt, rollout, turn).
       group: requests of one group share their prompt, which is prefilled once; "" shares nothing.
       priority: lower runs first; later turns of an episode are lower.
     """

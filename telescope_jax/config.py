@@ -1,0 +1,480 @@
+"""The whole configuration: one typed tree, one docstring a field, and `check()`.
+
+Every default is decided here and nowhere else. A part receives its own sub-config, never the root.
+`check()` states the rules that join fields, and reports every broken one in one error.
+The command line that fills the tree is `flags.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "cispo", "gspo", "sapo"]
+Advantages = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+Objective = Literal["policy_gradient", "ppo", "cispo", "gspo", "sapo"]
+
+ALGORITHMS: dict[str, tuple[Advantages, Objective]] = {
+    "grpo": ("grpo", "policy_gradient"),
+    "dr_grpo": ("dr_grpo", "policy_gradient"),
+    "rloo": ("rloo", "policy_gradient"),
+    "reinforce_pp": ("reinforce_pp", "policy_gradient"),
+    "ppo": ("grpo", "ppo"),
+    "cispo": ("grpo", "cispo"),
+    "gspo": ("grpo", "gspo"),
+    "sapo": ("grpo", "sapo"),
+}
+"""A name from the papers -> its advantages (scoring/) and its objective (learner/loss.py)."""
+
+RATIO_OBJECTIVES = ("ppo", "cispo", "gspo", "sapo")
+"""Objectives with a ratio u of their own; beside TIS they need π_old (DESIGN section 6)."""
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, in one message."""
+
+
+@dataclass(slots=True)
+class EnvConfig:
+    name: str = "sums"
+    """`sums`, or `reasoning_gym:DATASET`."""
+    seed: int = 0
+    """Seed of the procedural prompts; the run's `seed` shuffles, this one makes them."""
+    terms: int = 4
+    """sums: numbers in a sum, ≥ 2."""
+    digits: int = 1
+    """sums: decimal digits of each number, ≥ 1."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the environment's class, by name."""
+    reward_workers: int = 1
+    """Processes that grade what is not plain arithmetic; killed and replaced on a deadline."""
+    reward_timeout_s: float = 10.0
+    """Deadline of one grading, seconds."""
+    reward_memory_mb: int = 2_048
+    """Address-space limit of a grading process, MiB."""
+
+
+@dataclass(slots=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    """Of training rollouts, > 0. The trainer divides its logits by it too."""
+    max_tokens: int = 16
+    """Most sampled tokens in one completion."""
+    max_prompt_tokens: int = 32
+    """A longer prompt is dropped as prompt_too_long."""
+    max_episode_tokens: int = 0
+    """Most tokens of a whole episode, all turns; 0 = max_prompt_tokens + max_tokens."""
+    top_p: float = 1.0
+    """Must be 1: the trainer scores the whole vocabulary."""
+    top_k: int = 0
+    """Must be 0, for the same reason."""
+
+
+@dataclass(slots=True)
+class PolicyConfig:
+    checkpoint: str = ""
+    """Hugging Face folder or hub name to start from; "" is random weights of the sizes below."""
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
+    """llama: no bias; qwen2: bias on q, k, v; qwen3: RMSNorm on q and k."""
+    vocab_size: int = 0
+    """V; 0 takes the tokenizer's."""
+    width: int = 128
+    """D, the residual stream."""
+    layers: int = 2
+    """Decoder blocks."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key/value heads; divides `heads`."""
+    head_dim: int = 32
+    """Width of one head; not always width / heads (Qwen3)."""
+    mlp_width: int = 512
+    """Hidden width of the gated MLP."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    tied_embeddings: bool = True
+    """Unembed with the transposed embedding."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Activations and matmuls; parameters stay float32 and so do logits."""
+    remat: Literal["none", "block", "dots"] = "none"
+    """What backward recomputes: nothing, each block, or all but matmul results."""
+    attention: Literal["auto", "reference", "chunked", "cudnn", "splash"] = "auto"
+    """Implementation of attention, kernels/attention."""
+    logprob: Literal["auto", "reference", "chunked", "pallas_tpu", "pallas_gpu"] = "auto"
+    """Implementation of the per-token log-probs, kernels/logprob."""
+
+
+@dataclass(slots=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-5
+    """Peak of the schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after the warm-up, over `number_of_steps`."""
+    warmup_steps: int = 0
+    """Linear from 0 to the peak."""
+    final_fraction: float = 0.0
+    """Last learning rate over the peak, for linear and cosine."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.98
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's, on matrices only."""
+    clip_norm: float = 1.0
+    """Global gradient norm limit; 0 = off."""
+    max_skipped_updates: int = 5
+    """Non-finite gradients in a row that end the run."""
+
+
+@dataclass(slots=True)
+class LossConfig:
+    advantages: Literal["auto", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "auto"
+    """`auto`: what `algorithm` says."""
+    objective: Literal["auto", "policy_gradient", "ppo", "cispo", "gspo", "sapo"] = "auto"
+    """`auto`: what `algorithm` says."""
+    normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
+    """What the summed loss is divided by, over the global batch."""
+    normalizer_constant: float = 0.0
+    """Tokens a sequence for `constant` (Dr. GRPO); 0 takes sampling.max_tokens."""
+    old_logprobs: bool = False
+    """Recompute π_old when the batch arrives; needed by ratio objectives beside TIS."""
+    tis_mode: Literal["truncate", "icepop"] = "truncate"
+    """truncate: min(ρ, cap); icepop: ρ where floor ≤ ρ ≤ cap, else 0."""
+    tis_floor: float = 0.0
+    """icepop's lower bound of ρ."""
+    clip_low: float = 0.2
+    """Ratio objectives: 1 − clip_low is the lower bound of u."""
+    clip_high: float = 0.2
+    """Ratio objectives: 1 + clip_high is the upper bound of u."""
+    dual_clip: float = 0.0
+    """ppo, A < 0 only: loss at most −c·A, c > 1; 0 = off."""
+    sapo_tau_positive: float = 1.0
+    """sapo: temperature where A > 0."""
+    sapo_tau_negative: float = 1.05
+    """sapo: temperature where A ≤ 0."""
+    sequence_mask_low: float = 0.0
+    """A sequence whose exp(mean log-ratio) is lower contributes nothing; 0 = off."""
+    sequence_mask_high: float = 0.0
+    """The same, higher; 0 = off."""
+    kl_coef: float = 0.0
+    """KL to the sampler μ, added after the TIS weight; 0 = off."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """k2 = d²/2, k3 = exp(d) − 1 − d."""
+    reference_kl_coef: float = 0.0
+    """KL to the frozen first policy (GRPO's β); 0 keeps no reference in memory."""
+    entropy_coef: float = 0.0
+    """Entropy bonus; 0 = off."""
+    drop_zero_advantage: bool = True
+    """A group whose rewards are all equal is dropped before N is counted, and replaced."""
+    mask_truncated: bool = False
+    """Rollouts cut by max_tokens lend their reward to the group but train no token (DAPO)."""
+
+
+@dataclass(slots=True)
+class BatchConfig:
+    seq_len: int = 256
+    """T, tokens of a packed row; at least the longest rollout."""
+    rows_per_microbatch: int = 4
+    """B of one microbatch, the unit that is compiled; a multiple of data × fsdp devices."""
+    minibatches: int = 1
+    """Optimizer updates a step."""
+
+
+@dataclass(slots=True)
+class MeshConfig:
+    data: int = 1
+    """Copies of the parameters; rows are split over data × fsdp."""
+    fsdp: int = 1
+    """Parts that the parameters and the optimizer state are split into."""
+    tensor: int = 1
+    """Parts that heads, MLP and vocabulary are split into."""
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    kind: Literal["jax", "vllm"] = "jax"
+    """jax: the embedded engine; vllm: a pool of servers."""
+    own_process: bool = True
+    """jax: run in a process of its own, with weights through the store; False: in this one."""
+    slots: int = 64
+    """jax: rollouts decoded at once."""
+    tokens_per_call: int = 8
+    """jax: decode steps in one jitted call; a cancel or new weights wait for at most one call."""
+    prefill_rows: int = 16
+    """jax: prompts prefilled in one call; a fixed shape, so that results do not depend on load."""
+    start_timeout_s: float = 300.0
+    """Longest wait for an engine to come up, seconds."""
+    request_timeout_s: float = 600.0
+    """Longest wait for one completion, seconds."""
+    max_restarts: int = 3
+    """Engine processes that may die and be replaced before the run ends."""
+
+
+@dataclass(slots=True)
+class EvalConfig:
+    items: int = 1_024
+    """Held-out prompts; each is answered once greedily and once sampled."""
+    at_start: bool = True
+    """Evaluate version 0."""
+    timeout_s: float = 600.0
+    """Longest wait for one eval, seconds."""
+
+
+@dataclass(slots=True)
+class WarmStartConfig:
+    steps: int = 0
+    """Supervised steps on the environment's own solutions before RL; 0 = off."""
+    batch_size: int = 64
+    """Solutions a step."""
+    learning_rate: float = 2e-3
+    """Constant; the optimizer is a fresh one, and so is RL's after it."""
+    cache: bool = True
+    """Keep the result under the cache folder by a hash of all that decides it."""
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    every: int = 50
+    """Steps between checkpoints; 0 = only at the end and on a signal."""
+    keep_last: int = 2
+    """Newest checkpoints that stay."""
+    grace_s: float = 30.0
+    """Longest time that a SIGTERM's checkpoint may take, seconds."""
+    resume_exit_code: int = 0
+    """Exit code after a SIGTERM's checkpoint; 0 = 143."""
+
+
+@dataclass(slots=True)
+class Config:
+    seed: int = 0
+    """Decides initial weights, prompt order and every sample."""
+    number_of_steps: int = 100
+    """Batches to train."""
+    groups_per_batch: int = 16
+    """Prompts in a batch."""
+    group_size: int = 8
+    """G, rollouts of one prompt."""
+    algorithm: Algorithm = "grpo"
+    """A name from the papers; sets advantages and objective."""
+    eval_every: int = 20
+    """Steps between evals of held-out prompts; 0 = only at the start and the end."""
+    max_async_rollout: int = 2
+    """Steps that inference may run ahead of training; 0 = synchronous."""
+    max_off_policy_steps: int = 8
+    """Weight updates that a trained token may be behind; −1 = no limit."""
+    use_tis: bool = True
+    """Weigh each token by its truncated importance ratio."""
+    tis_cap: float = 2.0
+    """Upper bound of that ratio, > 0; inf is plain importance sampling."""
+    max_attempts: int = 3
+    """Tries at one prompt before it is given up."""
+    max_untrainable_groups: int = 1_000
+    """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
+    watchdog_s: float = 300.0
+    """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def advantages(self) -> str:
+        """The advantage estimator in force."""
+        chosen = self.loss.advantages
+        return ALGORITHMS[self.algorithm][0] if chosen == "auto" else chosen
+
+    def objective(self) -> str:
+        """The policy objective in force."""
+        chosen = self.loss.objective
+        return ALGORITHMS[self.algorithm][1] if chosen == "auto" else chosen
+
+    def context(self) -> int:
+        """Most tokens of an episode, prompt included."""
+        one_turn = self.sampling.max_prompt_tokens + self.sampling.max_tokens
+        return self.sampling.max_episode_tokens or one_turn
+
+    def check(self) -> None:
+        """Every rule that joins fields, or bounds one.
+
+        Raises:
+          ConfigError: lists all that is broken, each with its numbers and the remedy.
+        """
+        broken = [message for holds, message in self._rules() if not holds]
+        if broken:
+            raise ConfigError("\n".join(broken))
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        at_least = {
+            "number_of_steps": (self.number_of_steps, 1),
+            "groups_per_batch": (self.groups_per_batch, 1),
+            "group_size": (self.group_size, 1),
+            "eval_every": (self.eval_every, 0),
+            "max_async_rollout": (self.max_async_rollout, 0),
+            "max_off_policy_steps": (self.max_off_policy_steps, -1),
+            "max_attempts": (self.max_attempts, 1),
+            "max_untrainable_groups": (self.max_untrainable_groups, 1),
+            "env.terms": (self.env.terms, 2),
+            "env.digits": (self.env.digits, 1),
+            "env.reward_workers": (self.env.reward_workers, 1),
+            "env.reward_memory_mb": (self.env.reward_memory_mb, 256),
+            "sampling.max_tokens": (self.sampling.max_tokens, 1),
+            "sampling.max_prompt_tokens": (self.sampling.max_prompt_tokens, 1),
+            "sampling.max_episode_tokens": (self.sampling.max_episode_tokens, 0),
+            "policy.vocab_size": (self.policy.vocab_size, 0),
+            "policy.width": (self.policy.width, 1),
+            "policy.layers": (self.policy.layers, 1),
+            "policy.heads": (self.policy.heads, 1),
+            "policy.kv_heads": (self.policy.kv_heads, 1),
+            "policy.head_dim": (self.policy.head_dim, 2),
+            "policy.mlp_width": (self.policy.mlp_width, 1),
+            "optimizer.warmup_steps": (self.optimizer.warmup_steps, 0),
+            "optimizer.max_skipped_updates": (self.optimizer.max_skipped_updates, 1),
+            "batch.rows_per_microbatch": (self.batch.rows_per_microbatch, 1),
+            "batch.minibatches": (self.batch.minibatches, 1),
+            "mesh.data": (self.mesh.data, 1),
+            "mesh.fsdp": (self.mesh.fsdp, 1),
+            "mesh.tensor": (self.mesh.tensor, 1),
+            "engine.slots": (self.engine.slots, 1),
+            "engine.tokens_per_call": (self.engine.tokens_per_call, 1),
+            "engine.prefill_rows": (self.engine.prefill_rows, 1),
+            "engine.max_restarts": (self.engine.max_restarts, 0),
+            "eval.items": (self.eval.items, 1),
+            "warm_start.steps": (self.warm_start.steps, 0),
+            "warm_start.batch_size": (self.warm_start.batch_size, 1),
+            "checkpoint.every": (self.checkpoint.every, 0),
+            "checkpoint.keep_last": (self.checkpoint.keep_last, 1),
+        }
+        positive = {
+            "tis_cap": self.tis_cap,
+            "watchdog_s": self.watchdog_s,
+            "env.reward_timeout_s": self.env.reward_timeout_s,
+            "sampling.temperature": self.sampling.temperature,
+            "policy.rope_theta": self.policy.rope_theta,
+            "policy.norm_eps": self.policy.norm_eps,
+            "optimizer.learning_rate": self.optimizer.learning_rate,
+            "optimizer.eps": self.optimizer.eps,
+            "engine.start_timeout_s": self.engine.start_timeout_s,
+            "engine.request_timeout_s": self.engine.request_timeout_s,
+            "eval.timeout_s": self.eval.timeout_s,
+            "warm_start.learning_rate": self.warm_start.learning_rate,
+            "checkpoint.grace_s": self.checkpoint.grace_s,
+        }
+        not_negative = {
+            "optimizer.weight_decay": self.optimizer.weight_decay,
+            "optimizer.clip_norm": self.optimizer.clip_norm,
+            "optimizer.final_fraction": self.optimizer.final_fraction,
+            "loss.tis_floor": self.loss.tis_floor,
+            "loss.clip_low": self.loss.clip_low,
+            "loss.clip_high": self.loss.clip_high,
+            "loss.kl_coef": self.loss.kl_coef,
+            "loss.reference_kl_coef": self.loss.reference_kl_coef,
+            "loss.sequence_mask_low": self.loss.sequence_mask_low,
+            "loss.sequence_mask_high": self.loss.sequence_mask_high,
+        }
+        rules = [(v >= low, f"{k}={v} must be at least {low}") for k, (v, low) in at_least.items()]
+        rules += [(v > 0, f"{k}={v} must be positive") for k, v in positive.items()]
+        rules += [(v >= 0, f"{k}={v} must not be negative") for k, v in not_negative.items()]
+        return rules + self._joint_rules()
+
+    def _joint_rules(self) -> list[tuple[bool, str]]:
+        rows, devices = self.batch.rows_per_microbatch, max(1, self.mesh.data * self.mesh.fsdp)
+        longest = self.context()
+        policy, loss, mesh = self.policy, self.loss, self.mesh
+        heads, kv_heads, tensor = policy.heads, max(1, policy.kv_heads), max(1, mesh.tensor)
+        mask_low, mask_high = loss.sequence_mask_low, loss.sequence_mask_high
+        needs_old = self.objective() in RATIO_OBJECTIVES and self.use_tis
+        return [
+            (
+                self.sampling.top_p == 1.0 and self.sampling.top_k == 0,
+                f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k} would "
+                "train on a renormalised distribution that the trainer does not score; set them "
+                "to 1.0 and 0",
+            ),
+            (
+                not needs_old or loss.old_logprobs,
+                f"objective {self.objective()} and use_tis both take their ratio against the "
+                "sampler; set loss.old_logprobs=True (π/π_old and π_old/μ) or use_tis=False",
+            ),
+            (
+                self.group_size > 1 or self.advantages() == "reinforce_pp",
+                f"group_size={self.group_size} gives every rollout of {self.advantages()} the "
+                "advantage 0; set group_size to 2 or more",
+            ),
+            (
+                rows % devices == 0,
+                f"batch.rows_per_microbatch={rows} does not divide over data × fsdp = {devices} "
+                f"devices; set it to a multiple of {devices}",
+            ),
+            (
+                self.batch.seq_len >= longest,
+                f"batch.seq_len={self.batch.seq_len} cannot hold an episode of {longest} tokens; "
+                f"set it to {longest} or more",
+            ),
+            (
+                longest > self.sampling.max_prompt_tokens,
+                f"sampling.max_episode_tokens={longest} leaves no room for an answer to a prompt "
+                f"of max_prompt_tokens={self.sampling.max_prompt_tokens}",
+            ),
+            (
+                self.groups_per_batch * self.group_size >= self.batch.minibatches,
+                f"batch.minibatches={self.batch.minibatches} is more than the "
+                f"{self.groups_per_batch * self.group_size} rollouts of a batch",
+            ),
+            (
+                heads % kv_heads == 0,
+                f"policy.heads={heads} is not a multiple of policy.kv_heads={policy.kv_heads}",
+            ),
+            (
+                kv_heads % tensor == 0,
+                f"policy.kv_heads={policy.kv_heads} does not divide over mesh.tensor={mesh.tensor}",
+            ),
+            (
+                policy.mlp_width % tensor == 0,
+                f"policy.mlp_width={policy.mlp_width} does not divide over "
+                f"mesh.tensor={mesh.tensor}",
+            ),
+            (
+                policy.head_dim % 2 == 0,
+                f"policy.head_dim={policy.head_dim} must be even for rotary positions",
+            ),
+            (
+                loss.dual_clip == 0 or loss.dual_clip > 1,
+                f"loss.dual_clip={loss.dual_clip} must be above 1, or 0 for off",
+            ),
+            (
+                loss.tis_mode != "icepop" or loss.tis_floor < self.tis_cap,
+                f"loss.tis_floor={loss.tis_floor} is not below tis_cap={self.tis_cap}",
+            ),
+            (
+                mask_high == 0 or mask_low < mask_high,
+                f"loss.sequence_mask_low={mask_low} is not below sequence_mask_high={mask_high}",
+            ),
+            (
+                self.optimizer.warmup_steps <= self.number_of_steps
+                or self.optimizer.schedule == "constant",
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than "
+                f"number_of_steps={self.number_of_steps}",
+            ),
+            (
+                0 <= self.optimizer.beta1 < 1 and 0 <= self.optimizer.beta2 < 1,
+                f"optimizer.beta1={self.optimizer.beta1}, beta2={self.optimizer.beta2} must lie "
+                "in [0, 1)",
+            ),
+            (
+                self.engine.kind == "jax",
+                "engine.kind=vllm is not built yet; use engine.kind=jax",
+            ),
+            (
+                not policy.checkpoint,
+                f"policy.checkpoint={policy.checkpoint} is not built yet; use random weights and "
+                "warm_start",
+            ),
+        ]

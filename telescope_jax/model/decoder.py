@@ -1,0 +1,194 @@
+"""The policy as pure functions of a parameter tree: init, packed forward, prefill, decode.
+
+Parameters are a nested dict of float32 arrays. A leaf's path is its name, for good: sharding and
+decay rules match it, checkpoints store it, and the Hugging Face table maps it:
+
+    embed/embedding [V D]
+    layers/0/attention_norm/scale [D]         layers/0/mlp_norm/scale [D]
+    layers/0/attention/{q,k,v,o}/kernel       layers/0/attention/{q,k,v}/bias (qwen2)
+    layers/0/attention/{q_norm,k_norm}/scale  (qwen3)
+    layers/0/mlp/{gate,up,down}/kernel
+    final_norm/scale [D]                      unembed/kernel [D V] (untied)
+
+Kernels are [in, out]. A tied model has one embedding and no unembed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from telescope_jax.config import PolicyConfig
+from telescope_jax.model.layers import Block, Constrain, KvCache, Stack
+from telescope_jax.model.rope import Llama3Scaling, inverse_frequencies
+from telescope_jax.types import Params
+
+
+class Decoder:
+    """A decoder of the Llama, Qwen2 or Qwen3 family; holds its structure and no arrays.
+
+    Every method is pure and may be jitted; parameters come first.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        vocab_size: int,
+        *,
+        constrain: Constrain | None = None,
+        rope_scaling: Llama3Scaling | None = None,
+    ):
+        """
+        Args:
+          config: sizes and numerics; `config.vocab_size`, if set, is V.
+          vocab_size: the tokenizer's, V where the config leaves it at 0. V may be larger: the rows
+            beyond are ordinary parameters that no text uses.
+          constrain: pins the sharding of activations; None leaves it to the compiler.
+          rope_scaling: Llama 3.1's stretch of the rotary frequencies.
+
+        Raises:
+          ValueError: the config's vocabulary is smaller than the tokenizer's.
+        """
+        if 0 < config.vocab_size < vocab_size:
+            raise ValueError(
+                f"policy.vocab_size={config.vocab_size} has no room for the tokenizer's "
+                f"{vocab_size} tokens; set it to {vocab_size} or more, or to 0"
+            )
+        self.config = config
+        self.vocab_size = config.vocab_size or vocab_size
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, rope_scaling)
+        self._constrain = constrain or (lambda x, kind: x)
+        self._build = functools.partial(
+            Stack, config, self.vocab_size, frequencies, self._constrain
+        )
+        stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
+        self._graph, _ = nnx.split(stack)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype: of activations and of the KV cache."""
+        return jnp.dtype(self.config.compute_dtype)
+
+    def init(self, seed: int | jax.Array) -> Params:
+        """Random parameters from a seed or a jax key; traceable, so it can run sharded."""
+        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        state = nnx.to_pure_dict(nnx.state(self._build(rngs=nnx.Rngs(params=key))))
+        return _rename(state, str)
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """The residual stream after the final norm, in the compute dtype.
+
+        A token sees those before it in its own segment. Segment 0 is padding: finite, and unread.
+        """
+        stack = self._bind(params)
+        x = self._constrain(stack.lookup(tokens), "residual")
+        block = self._remat(lambda b, x: b.packed(x, segments, positions)[0])
+        for layer in stack.layers:
+            x = block(layer, x)
+        return self._constrain(stack.final_norm(x), "residual")
+
+    def unembedding(self, params: Params) -> tuple[jax.Array, Literal["vd", "dv"]]:
+        """The float32 matrix that turns hidden states into logits, and its layout."""
+        if self.config.tied_embeddings:
+            return params["embed"]["embedding"], "vd"
+        return params["unembed"]["kernel"], "dv"
+
+    def logits(self, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """float32 logits at full precision, whatever the compute dtype."""
+        matrix, layout = self.unembedding(params)
+        return jnp.einsum(
+            f"...d,{layout}->...v",
+            hidden,
+            matrix.astype(hidden.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    def empty_cache(self, slots: int, context: int) -> KvCache:
+        """Zeros for `slots` sequences of at most `context` tokens."""
+        config = self.config
+        shape = (config.layers, slots, context, config.kv_heads, config.head_dim)
+        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+
+    def prefill(
+        self, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B V"], KvCache]:
+        """Reads whole prompts, each from position 0.
+
+        Args:
+          tokens: prompts, padded on the right.
+          lengths: real tokens of each row, ≥ 1; of a row of length 0 nothing has a meaning.
+
+        Returns:
+          Logits after the last real token, and keys and values [layers B T kv_heads head_dim],
+          whose entries beyond the length mean nothing.
+        """
+        stack = self._bind(params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        x, keys, values = stack.lookup(tokens), [], []
+        for layer in stack.layers:
+            x, k, v = layer.packed(x, segments, positions)
+            keys.append(k)
+            values.append(v)
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        x = stack.final_norm(jnp.take_along_axis(x, last, axis=1)[:, 0])
+        return self.logits(params, x), (jnp.stack(keys), jnp.stack(values))
+
+    def decode(
+        self,
+        params: Params,
+        tokens: Int[Array, " S"],
+        positions: Int[Array, " S"],
+        cache: KvCache,
+    ) -> tuple[Float[Array, "S V"], KvCache]:
+        """One step of every slot.
+
+        Writes each token's key and value at its position and attends to positions ≤ it, so what an
+        earlier request left further on in the slot is never read. A position outside the cache
+        writes nothing.
+
+        Returns:
+          Logits of the next token, and the cache.
+        """
+        stack = self._bind(params)
+        x = stack.lookup(tokens)
+        for index, layer in enumerate(stack.layers):
+            x, cache = layer.cached(x, positions, cache, index)
+        return self.logits(params, stack.final_norm(x)), cache
+
+    def _bind(self, params: Params) -> Stack:
+        layers = {int(index): layer for index, layer in params["layers"].items()}
+        return nnx.merge(self._graph, {**params, "layers": layers})
+
+    def _remat(self, apply: Callable[[Block, jax.Array], jax.Array]) -> Callable:
+        """`apply(block, x)`, of which backward recomputes what `config.remat` says."""
+        if self.config.remat == "none":
+            return apply
+        keep_dots = self.config.remat == "dots"
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if keep_dots else None
+
+        def apply_remat(block: Block, x: jax.Array) -> jax.Array:
+            graph, state = nnx.split(block)
+            run = jax.checkpoint(lambda state, x: apply(nnx.merge(graph, state), x), policy=policy)
+            return run(state, x)
+
+        return apply_remat
+
+
+def _rename(tree: dict, key: Callable) -> dict:
+    """The same nested dict with every key passed through `key`: string keys survive any store."""
+    return {
+        key(name): _rename(value, key) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }

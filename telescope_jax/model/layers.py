@@ -1,0 +1,215 @@
+"""The parts of the decoder as Flax NNX modules: attention, gated MLP, block, and the stack.
+
+One stack covers three families: Llama; Qwen2, whose q, k and v carry biases; Qwen3, whose q and k
+pass an RMSNorm a head before the rotation. Everything else that differs is a size.
+
+The modules name the kinds of activations ("residual", "heads", "mlp") and hand them to `constrain`,
+so that the model knows no mesh.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kernels.attention.api import attention
+from telescope_jax.config import PolicyConfig
+from telescope_jax.model.rope import rotate
+
+Constrain = Callable[[jax.Array, str], jax.Array]
+"""`constrain(x, kind)` pins the sharding of an activation of that kind; see sharding.py."""
+
+KvCache = tuple[
+    Float[Array, "layers slots context kv_heads head_dim"],
+    Float[Array, "layers slots context kv_heads head_dim"],
+]
+"""Rotated keys, and values, in the compute dtype."""
+
+_MASKED = -1e30  # finite: a slot that attends to nothing must not turn into NaN
+
+
+class Projection(nnx.Linear):
+    """A linear map of the last axis.
+
+    The rows are flattened first: XLA CPU transposes a whole activation for the backward pass of a
+    product with two row axes, which costs as much again as the products (measured, 1.6×).
+    """
+
+    def __call__(self, x: Float[Array, "*rows n"]) -> Float[Array, "*rows m"]:
+        flat = super().__call__(x.reshape(-1, x.shape[-1]))
+        return flat.reshape(*x.shape[:-1], flat.shape[-1])
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+
+    def __init__(
+        self, config: PolicyConfig, frequencies: np.ndarray, constrain: Constrain, rngs: nnx.Rngs
+    ):
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_dim = config.head_dim
+        self.implementation = None if config.attention == "auto" else config.attention
+        self.frequencies = tuple(
+            frequencies.tolist()
+        )  # a tuple is structure, an array would be state
+        self.constrain = constrain
+        biased = config.family == "qwen2"
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q = _linear(config.width, queries, config, rngs, bias=biased)
+        self.k = _linear(config.width, keys, config, rngs, bias=biased)
+        self.v = _linear(config.width, keys, config, rngs, bias=biased)
+        self.o = _linear(queries, config.width, config, rngs, residual=True)
+        self.normed = config.family == "qwen3"
+        if self.normed:
+            self.q_norm = _norm(self.head_dim, config, rngs)
+            self.k_norm = _norm(self.head_dim, config, rngs)
+
+    def project(
+        self, x: Float[Array, "*rows D"], positions: Int[Array, "*rows"]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [*rows H K], keys and values [*rows kv_heads K], rotated."""
+        q = self.q(x).reshape(*x.shape[:-1], self.heads, self.head_dim)
+        k = self.k(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        v = self.v(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        frequencies = np.asarray(self.frequencies)
+        return rotate(q, positions, frequencies), rotate(k, positions, frequencies), v
+
+    def packed(
+        self,
+        x: Float[Array, "B T D"],
+        segments: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T D"], jax.Array, jax.Array]:
+        """Causal attention inside each segment; also the keys and values [B T kv_heads K]."""
+        q, k, v = (self.constrain(part, "heads") for part in self.project(x, positions))
+        mixed = attention(q, k, v, segments=segments, implementation=self.implementation)
+        mixed = self.constrain(mixed, "heads")
+        return self.o(mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)), k, v
+
+    def cached(
+        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: KvCache, layer: int
+    ) -> tuple[Float[Array, "S D"], KvCache]:
+        """One token a slot: writes its key and value at `positions`, attends to those ≤ it."""
+        q, k, v = self.project(x, positions)
+        slots, (all_keys, all_values) = jnp.arange(x.shape[0]), cache
+        # One scatter into the whole cache: XLA does it in place, where a stack of updated layers
+        # would copy the cache at every step (twice the time of a step on CPU).
+        all_keys = all_keys.at[layer, slots, positions].set(k.astype(all_keys.dtype))
+        all_values = all_values.at[layer, slots, positions].set(v.astype(all_values.dtype))
+        keys, values = all_keys[layer], all_values[layer]
+        grouped = q.reshape(x.shape[0], self.kv_heads, -1, self.head_dim)
+        scores = jnp.einsum("sgrk,scgk->sgrc", grouped, keys, preferred_element_type=jnp.float32)
+        seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
+        scores = jnp.where(seen[:, None, None, :], scores * self.head_dim**-0.5, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("sgrc,scgk->sgrk", weights, values)
+        return self.o(mixed.reshape(x.shape[0], -1)), (all_keys, all_values)
+
+
+class Mlp(nnx.Module):
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): down(silu(gate x) · up x)."""
+
+    def __init__(self, config: PolicyConfig, constrain: Constrain, rngs: nnx.Rngs):
+        self.constrain = constrain
+        self.gate = _linear(config.width, config.mlp_width, config, rngs)
+        self.up = _linear(config.width, config.mlp_width, config, rngs)
+        self.down = _linear(config.mlp_width, config.width, config, rngs, residual=True)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        gate, up = self.constrain(self.gate(x), "mlp"), self.constrain(self.up(x), "mlp")
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class Block(nnx.Module):
+    """Pre-norm block: x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(
+        self, config: PolicyConfig, frequencies: np.ndarray, constrain: Constrain, rngs: nnx.Rngs
+    ):
+        self.constrain = constrain
+        self.attention_norm = _norm(config.width, config, rngs)
+        self.attention = Attention(config, frequencies, constrain, rngs)
+        self.mlp_norm = _norm(config.width, config, rngs)
+        self.mlp = Mlp(config, constrain, rngs)
+
+    def packed(
+        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], jax.Array, jax.Array]:
+        mixed, k, v = self.attention.packed(self.attention_norm(x), segments, positions)
+        x = self.constrain(x + mixed, "residual")
+        return self.constrain(x + self.mlp(self.mlp_norm(x)), "residual"), k, v
+
+    def cached(
+        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: KvCache, layer: int
+    ) -> tuple[Float[Array, "S D"], KvCache]:
+        mixed, cache = self.attention.cached(self.attention_norm(x), positions, cache, layer)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Stack(nnx.Module):
+    """Embedding, blocks, final norm, and the unembedding unless it is the embedding."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        vocab_size: int,
+        frequencies: np.ndarray,
+        constrain: Constrain,
+        rngs: nnx.Rngs,
+    ):
+        self.embed = nnx.Embed(
+            vocab_size,
+            config.width,
+            dtype=_dtype(config),
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.layers = nnx.List(
+            [Block(config, frequencies, constrain, rngs) for _ in range(config.layers)]
+        )
+        self.constrain = constrain
+        self.final_norm = _norm(config.width, config, rngs)
+        if not config.tied_embeddings:
+            self.unembed = _linear(config.width, vocab_size, config, rngs)
+
+    def lookup(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        """Embeddings of `tokens`, in the compute dtype; NaN for an id outside the vocabulary."""
+        table = self.constrain(self.embed.embedding[...], "table")
+        # Cast after the lookup: the gradient then adds up in float32, over all uses of a token.
+        return jnp.take(table, tokens, axis=0).astype(self.embed.dtype)
+
+
+def _dtype(config: PolicyConfig) -> jnp.dtype:
+    return jnp.dtype(config.compute_dtype)
+
+
+def _linear(
+    fan_in: int,
+    fan_out: int,
+    config: PolicyConfig,
+    rngs: nnx.Rngs,
+    *,
+    bias: bool = False,
+    residual: bool = False,
+) -> Projection:
+    """A projection with std fan_in^−½; one that ends a branch is smaller by √(2·layers), so that
+    the residual stream keeps its variance over depth (GPT-2)."""
+    std = fan_in**-0.5 / ((2 * config.layers) ** 0.5 if residual else 1.0)
+    return Projection(
+        fan_in,
+        fan_out,
+        use_bias=bias,
+        dtype=_dtype(config),
+        kernel_init=nnx.initializers.normal(std),
+        rngs=rngs,
+    )
+
+
+def _norm(size: int, config: PolicyConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size, epsilon=config.norm_eps, dtype=_dtype(config), rngs=rngs)

@@ -1,0 +1,159 @@
+"""Where every array lies: the mesh, one rule list for parameters, one table for activations.
+
+Axes: `data` holds copies of the parameters, `fsdp` splits them (and the optimizer state), `tensor`
+splits heads, MLP and vocabulary. Rows of a batch are split over data × fsdp.
+
+A parameter is placed by the first rule whose regex matches the end of its path, so the rules place
+Adam's moments too, which repeat the paths. A scalar lies everywhere.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from telescope_jax.config import MeshConfig
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")
+"""The axes that the rows of a batch are split over."""
+
+Rules = Sequence[tuple[str, P]]
+
+RULES: Rules = (
+    (r"embed/embedding", P("tensor", "fsdp")),
+    (r"unembed/kernel", P("fsdp", "tensor")),
+    (r"attention/[qkv]/kernel", P("fsdp", "tensor")),
+    (r"attention/[qkv]/bias", P("tensor")),
+    (r"attention/o/kernel", P("tensor", "fsdp")),
+    (r"mlp/(gate|up)/kernel", P("fsdp", "tensor")),
+    (r"mlp/down/kernel", P("tensor", "fsdp")),
+    (r"norm/scale", P()),
+)
+"""Kernels are [in, out]: what enters a branch is split by output, what leaves it by input, so that
+a branch needs one all-reduce over `tensor`."""
+
+ACTIVATIONS: dict[str, P] = {
+    "rows": P(ROWS, None),  # B T
+    "residual": P(ROWS, None, None),  # B T D
+    "heads": P(ROWS, None, "tensor", None),  # B T H K
+    "mlp": P(ROWS, None, "tensor"),  # B T F
+    "table": P("tensor", None),  # V D, gathered over fsdp before tokens are looked up
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of data × fsdp × tensor over the first devices.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (config.data, config.fsdp, config.tensor)
+    needed = math.prod(shape)
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
+            f"needs {needed} devices and there are {len(devices)}; make one of them smaller"
+        )
+    return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
+
+
+def shardings(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+    """One NamedSharding a leaf, for arrays or shapes.
+
+    An axis that does not divide a dimension is left out there (a vocabulary of 31 entries over 2
+    devices is replicated): `table` shows it.
+
+    Raises:
+      ValueError: lists every parameter that no rule covers, or whose rule has too many dimensions.
+    """
+    problems: list[str] = []
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        name, shape = path_name(path), tuple(leaf.shape)
+        spec = P() if not shape else _match(name, rules)
+        if spec is None:
+            problems.append(f"no sharding rule covers {name} {list(shape)}")
+        elif len(spec) > len(shape):
+            problems.append(f"rule {spec} has more dimensions than {name} {list(shape)}")
+        else:
+            return NamedSharding(mesh, _divisible(spec, shape, mesh))
+        return NamedSharding(mesh, P())
+
+    placed = jax.tree_util.tree_map_with_path(place, tree)
+    if problems:
+        raise ValueError("; ".join(problems) + "; add a rule to sharding.RULES")
+    return placed
+
+
+def constrain(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
+    """`f(x, kind)` that pins an activation to its row of ACTIVATIONS.
+
+    Without these pins the compiler picks layouts of its own at the seams between data, fsdp and
+    tensor, and then has to replicate whole arrays ("involuntary full rematerialization").
+    """
+
+    def pin(x: jax.Array, kind: str) -> jax.Array:
+        spec = _divisible(ACTIVATIONS[kind], x.shape, mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return pin
+
+
+def place_rows(batch: Any, mesh: Mesh) -> Any:
+    """Host arrays [B T] to the devices, rows split over data × fsdp.
+
+    Raises:
+      ValueError: the rows do not divide over the devices.
+    """
+    parts = row_parts(mesh)
+    for leaf in jax.tree.leaves(batch):
+        if leaf.shape[0] % parts:
+            raise ValueError(
+                f"a microbatch of {leaf.shape[0]} rows does not divide over data × fsdp = {parts} "
+                f"devices; set batch.rows_per_microbatch to a multiple of {parts}"
+            )
+    return jax.device_put(batch, NamedSharding(mesh, ACTIVATIONS["rows"]))
+
+
+def row_parts(mesh: Mesh) -> int:
+    """Devices that the rows of a batch are split over."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def table(tree: Any, mesh: Mesh) -> str:
+    """One line a parameter for the start log: path, shape, and how it is split."""
+    lines = []
+    placed = jax.tree.leaves(shardings(tree, mesh))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), sharding in zip(leaves, placed, strict=True):
+        axes = ", ".join("-" if axis is None else str(axis) for axis in sharding.spec)
+        lines.append(f"{path_name(path):44} {str(list(leaf.shape)):18} {axes or 'everywhere'}")
+    total = sum(math.prod(leaf.shape) for _, leaf in leaves)
+    return "\n".join([*lines, f"{total:,} parameters on mesh {dict(mesh.shape)}"])
+
+
+def path_name(path: tuple) -> str:
+    """`layers/0/mlp/up/kernel` of a jax key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _match(name: str, rules: Rules) -> P | None:
+    for pattern, spec in rules:
+        if re.search(rf"{pattern}$", name):
+            return spec
+    return None
+
+
+def _divisible(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    def size(axes: str | tuple[str, ...] | None) -> int:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return math.prod(mesh.shape[name] for name in names)
+
+    return P(*(a if n % size(a) == 0 else None for a, n in zip(spec, shape, strict=False)))
