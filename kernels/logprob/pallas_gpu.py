@@ -22,8 +22,9 @@ from kernels.logprob import tile
 from kernels.logprob.chunked import gradients_by_chunk
 from kernels.logprob.operands import Layout, contract, vocabulary_axis
 
-CHUNK_BYTES = 24 * 2**20
-"""Of dz: large enough that the products with it run at the speed of large ones."""
+CHUNK_BYTES = 32 * 2**20
+"""Of dz and of the unembedding's gradient before it is rounded: enough columns that the products
+run at the speed of large ones, few enough that all else fits 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class PallasGpu:
 
     Attributes:
       shares: programs that split the vocabulary of one block of tokens.
-      chunk: columns of dz in memory at a time; None for about `CHUNK_BYTES`.
+      chunk: columns of dz in memory at a time; None for `CHUNK_BYTES`.
       interpret: run the kernels in Python, on any platform: for tests.
     """
 
@@ -117,7 +118,8 @@ class PallasGpu:
         del saved
         tokens, columns = hidden.shape[0], self.tiling.columns
         vocabulary = unembed.shape[vocabulary_axis(self.layout)]
-        wanted = self.chunk or CHUNK_BYTES // (tokens * hidden.dtype.itemsize)
+        column_bytes = tokens * hidden.dtype.itemsize + 4 * hidden.shape[1]
+        wanted = self.chunk or CHUNK_BYTES // column_bytes
         chunk = min(vocabulary, max(columns, wanted // columns * columns))
         padded_hidden, padded_temperature, *padded_rows = self._padded(
             hidden, inverse_temperature, *rows
