@@ -121,10 +121,10 @@ def allowed(
 ) -> Bool[Array, "B 1 1 S S"]:
     """Which keys of block j the queries of block i see: no later ones, their own segment's only."""
     size = segment_blocks.shape[2]
-    index = jnp.arange(size)
-    causal = (i * size + index)[:, None] >= j * size + index
+    query = i * size + lax.broadcasted_iota(jnp.int32, (1, size, size), 1)
+    key = j * size + lax.broadcasted_iota(jnp.int32, (1, size, size), 2)
     queries, keys = segment_blocks[i][:, :, None], segment_blocks[j][:, None, :]
-    return ((queries == keys) & (queries != 0) & causal)[:, None, None]
+    return ((queries == keys) & (queries != 0) & (query >= key))[:, None, None]
 
 
 def key_blocks_visited(
