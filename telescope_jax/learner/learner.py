@@ -213,8 +213,8 @@ class Learner:
         self, stats: list[dict[str, float]], reports: list[UpdateReport], compilations: int
     ) -> LossStats:
         for report in reports:
-            self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
-        skipped = sum(not report.applied for report in reports)
+            self._skipped_in_a_row = 0 if report.finite else self._skipped_in_a_row + 1
+        skipped = sum(not report.finite for report in reports)
         if skipped:
             _log.warning(
                 "step %d: %d of %d updates skipped, gradient not finite",
