@@ -27,7 +27,7 @@ def float32(tree: dict[str, np.ndarray]) -> dict[str, jnp.ndarray]:
         ({"schedule": "linear", "warmup_steps": 1}, [1, 0.75, 0.5, 0.25, 0]),
         ({"schedule": "linear", "final_fraction": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
         ({"schedule": "cosine", "final_fraction": 0.0}, [1, 0.853553, 0.5, 0.146447, 0]),
-        ({"schedule": "linear", "warmup_steps": 3, "final_fraction": 0.5}, [1 / 3, 2 / 3, 1, 0.75, 0.5]),
+        ({"schedule": "linear", "warmup_steps": 2, "final_fraction": 0.4}, [0.5, 1, 0.8, 0.6, 0.4]),
     ],
 )  # fmt: skip
 def test_the_schedule_by_number(fields, expected):
