@@ -35,10 +35,11 @@ def get_config(arg: str = "") -> Config:
     config.optimizer.final_fraction = 0.05
 
     config.batch.seq_len = 128
-    config.batch.rows_per_microbatch = 8
+    config.batch.rows_per_microbatch = 4
 
     if arg == "tiny":
         config.number_of_steps = 4
+        config.optimizer.warmup_steps = 0
         config.groups_per_batch = 4
         config.group_size = 4
         config.eval_every = 2
@@ -46,7 +47,8 @@ def get_config(arg: str = "") -> Config:
         config.policy.width = 32
         config.policy.head_dim = 8
         config.policy.mlp_width = 64
-        config.warm_start.steps = 5
+        config.warm_start.steps = 20
+        config.loss.drop_zero_advantage = False  # after so short a start most groups fail alike
         config.engine.own_process = False
         config.engine.slots = 16
     elif arg:

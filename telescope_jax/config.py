@@ -6,7 +6,7 @@ The command line that fills the tree is `flags.py`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "cispo", "gspo", "sapo"]
 Advantages = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
@@ -42,8 +42,8 @@ class EnvConfig:
     """sums: numbers in a sum, ≥ 2."""
     digits: int = 1
     """sums: decimal digits of each number, ≥ 1."""
-    size: int = 50_000
-    """Training prompts in one epoch."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the environment's class, by name."""
     reward_workers: int = 1
     """Processes that grade what is not plain arithmetic; killed and replaced on a deadline."""
     reward_timeout_s: float = 10.0
@@ -60,6 +60,8 @@ class SamplingConfig:
     """Most sampled tokens in one completion."""
     max_prompt_tokens: int = 32
     """A longer prompt is dropped as prompt_too_long."""
+    max_episode_tokens: int = 0
+    """Most tokens of a whole episode, all turns; 0 = max_prompt_tokens + max_tokens."""
     top_p: float = 1.0
     """Must be 1: the trainer scores the whole vocabulary."""
     top_k: int = 0
@@ -268,6 +270,8 @@ class Config:
     """Upper bound of that ratio, > 0; inf is plain importance sampling."""
     max_attempts: int = 3
     """Tries at one prompt before it is given up."""
+    max_untrainable_groups: int = 1_000
+    """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
     watchdog_s: float = 300.0
     """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -292,6 +296,11 @@ class Config:
         chosen = self.loss.objective
         return ALGORITHMS[self.algorithm][1] if chosen == "auto" else chosen
 
+    def context(self) -> int:
+        """Most tokens of an episode, prompt included."""
+        one_turn = self.sampling.max_prompt_tokens + self.sampling.max_tokens
+        return self.sampling.max_episode_tokens or one_turn
+
     def check(self) -> None:
         """Every rule that joins fields, or bounds one.
 
@@ -311,13 +320,14 @@ class Config:
             "max_async_rollout": (self.max_async_rollout, 0),
             "max_off_policy_steps": (self.max_off_policy_steps, -1),
             "max_attempts": (self.max_attempts, 1),
+            "max_untrainable_groups": (self.max_untrainable_groups, 1),
             "env.terms": (self.env.terms, 2),
             "env.digits": (self.env.digits, 1),
-            "env.size": (self.env.size, 1),
             "env.reward_workers": (self.env.reward_workers, 1),
             "env.reward_memory_mb": (self.env.reward_memory_mb, 256),
             "sampling.max_tokens": (self.sampling.max_tokens, 1),
             "sampling.max_prompt_tokens": (self.sampling.max_prompt_tokens, 1),
+            "sampling.max_episode_tokens": (self.sampling.max_episode_tokens, 0),
             "policy.vocab_size": (self.policy.vocab_size, 0),
             "policy.width": (self.policy.width, 1),
             "policy.layers": (self.policy.layers, 1),
@@ -376,7 +386,7 @@ class Config:
 
     def _joint_rules(self) -> list[tuple[bool, str]]:
         rows, devices = self.batch.rows_per_microbatch, max(1, self.mesh.data * self.mesh.fsdp)
-        longest = self.sampling.max_prompt_tokens + self.sampling.max_tokens
+        longest = self.context()
         policy, loss, mesh = self.policy, self.loss, self.mesh
         heads, kv_heads, tensor = policy.heads, max(1, policy.kv_heads), max(1, mesh.tensor)
         mask_low, mask_high = loss.sequence_mask_low, loss.sequence_mask_high
@@ -405,9 +415,13 @@ class Config:
             ),
             (
                 self.batch.seq_len >= longest,
-                f"batch.seq_len={self.batch.seq_len} cannot hold a rollout of "
-                f"{self.sampling.max_prompt_tokens} + {self.sampling.max_tokens} tokens; set it to "
-                f"{longest} or more",
+                f"batch.seq_len={self.batch.seq_len} cannot hold an episode of {longest} tokens; "
+                f"set it to {longest} or more",
+            ),
+            (
+                longest > self.sampling.max_prompt_tokens,
+                f"sampling.max_episode_tokens={longest} leaves no room for an answer to a prompt "
+                f"of max_prompt_tokens={self.sampling.max_prompt_tokens}",
             ),
             (
                 self.groups_per_batch * self.group_size >= self.batch.minibatches,

@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
     """The engine could not answer; the rollouts concerned are infrastructure failures."""
 
 
+class EngineLost(RuntimeError):
+    """The engine is gone and will not come back; ends the run with its last words."""
+
+
 class EnvError(RuntimeError):
     """The environment failed; the rollout has no reward (which is not reward 0)."""
 
@@ -55,6 +59,8 @@ class Engine(Protocol):
 
         Raises:
           EngineError: the answer was lost; asking again may help.
+          EngineLost: no engine is left to ask.
+          PromptTooLong: `tokens` leave no room for a completion.
         """
         ...
 

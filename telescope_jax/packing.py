@@ -165,8 +165,8 @@ def unpack(batch: PackedBatch, values: ArrayLike | None = None) -> list[np.ndarr
     """Cuts a [B T] array into one array a rollout, rows from the top, each row from the left.
 
     Args:
-      values: anything of the shape [B T] of the batch, such as one of its fields or per-token log-probs of
-        the trainer; the batch's tokens if None.
+      values: of the batch's shape, [B T], such as one of its fields or the trainer's log-probs;
+        the batch's tokens if None.
     """
     segments = np.asarray(batch.segments)
     per_token = np.asarray(batch.tokens if values is None else values)

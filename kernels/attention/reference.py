@@ -27,7 +27,8 @@ def attention(
     )
 
     index = jnp.arange(q.shape[1])
-    allowed = (segments[:, :, None] == segments[:, None, :]) & (index[:, None] >= index)
+    causal = index[:, None] >= index[None, :]
+    allowed = (segments[:, :, None] == segments[:, None, :]) & causal[None]
     scores = jnp.where(allowed[:, None, None], scores * scale, -jnp.inf)
     # Every token may attend to itself, so no maximum is -inf.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))

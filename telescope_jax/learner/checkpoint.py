@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from telescope_jax import orbax_saves
 from telescope_jax.learner.learner import check_structure
 
 _log = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ class Checkpoints:
         items["host"] = ocp.args.JsonSave(written)
         self._folder.mkdir(parents=True, exist_ok=True)
         # force: this step's folder may be there, damaged, from the run that is being resumed.
-        self._writer.save(self._path(step), ocp.args.Composite(**items), force=True)
+        with orbax_saves.BEGINNING:
+            self._writer.save(self._path(step), ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
         """Returns once the save in progress is committed, and deletes what is too old.

@@ -118,8 +118,9 @@ def share(flat, batch, entropy, index, totals, settings):
     """One microbatch: value, sums, and the gradient with respect to every token of the update."""
 
     def value(flat):
-        # Junk reaches the loss on the tokens that do not train, as from a model that went wrong.
-        logprobs = jnp.where(batch.loss_mask, flat[index], jnp.nan)
+        # Junk where nothing trains, as from a model that went wrong. It is added, not selected: the
+        # derivative of a select would hide a nan that comes back from the loss.
+        logprobs = flat[index] + jnp.where(batch.loss_mask, 0, jnp.nan).astype(flat.dtype)
         return policy_loss(logprobs, entropy, batch, totals, settings)
 
     (loss, sums), gradient = jax.value_and_grad(value, has_aux=True)(flat)

@@ -1,0 +1,118 @@
+"""Evaluation of held-out prompts on one version, while training goes on.
+
+Every prompt is answered twice: greedily (`accuracy`) and once at the training temperature
+(`sampled_accuracy`, which is what the reward curve estimates, on prompts that were never trained).
+An episode that fails is tried again, then left out and counted: a failure is not a wrong answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from telescope_jax.interfaces import (
+    Engine,
+    EngineError,
+    EnvError,
+    Environment,
+    RewardError,
+    Sample,
+    WeightStore,
+)
+from telescope_jax.ledger import Attempt
+from telescope_jax.types import Params, Prompt, Reward, Rollout, Uid
+
+log = logging.getLogger(__name__)
+
+
+Kind = Literal["greedy", "sampled"]
+KINDS: tuple[Kind, Kind] = ("greedy", "sampled")
+
+
+class Recording(Protocol):
+    """An episode as an evaluator sees it; see rollouts/episode.py."""
+
+    @property
+    def sample(self) -> Sample: ...
+
+    def finish(self, reward: Reward) -> Rollout: ...
+
+
+class EvalError(RuntimeError):
+    """Not one held-out prompt could be evaluated."""
+
+
+class HeldOutEvaluator:
+    """Evaluates `items` held-out prompts of one environment.
+
+    Args:
+      episode: a fresh episode on `engine`, at temperature 0 or at that of training.
+      engine: one of its own holds a version while training goes on; when it is the training engine
+        (`shares_engine`), the orchestrator keeps it at the version.
+      max_attempts: tries at an episode before it is left out.
+
+    Raises:
+      ValueError: the environment has fewer held-out prompts than `items`.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        episode: Callable[[Prompt, Attempt, Kind], Recording],
+        engine: Engine,
+        store: WeightStore,
+        *,
+        items: int,
+        shares_engine: bool = False,
+        max_attempts: int = 3,
+    ) -> None:
+        self._env, self._episode, self._engine, self._store = env, episode, engine, store
+        self.shares_engine = shares_engine
+        self._max_attempts = max_attempts
+        self._prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
+
+    async def evaluate(self, version: int, params: Params) -> Mapping[str, float]:
+        """`eval/<env>/…` of `version`.
+
+        Raises:
+          EvalError: every episode failed.
+        """
+        if not self.shares_engine:
+            # Published by the deploy already, or now: a store writes the same version once.
+            await self._engine.load(await self._store.publish(version, params))
+        async with asyncio.TaskGroup() as tasks:
+            greedy_tasks, sampled_tasks = (
+                [tasks.create_task(self._play(prompt, kind)) for prompt in self._prompts]
+                for kind in KINDS
+            )
+        greedy = [task.result() for task in greedy_tasks]
+        sampled = [task.result() for task in sampled_tasks]
+        failed = sum(rollout is None for rollout in [*greedy, *sampled])
+        if failed == len(greedy) + len(sampled):
+            raise EvalError(f"all {failed} episodes of the eval of version {version} failed")
+        return {
+            f"eval/{self._env.name}/accuracy": _mean_reward(greedy),
+            f"eval/{self._env.name}/sampled_accuracy": _mean_reward(sampled),
+            f"eval/{self._env.name}/length": _mean_length(greedy),
+            f"eval/{self._env.name}/items": float(len(self._prompts)),
+            f"eval/{self._env.name}/failed": float(failed),
+        }
+
+    async def _play(self, prompt: Prompt, kind: Kind) -> Rollout | None:
+        for number in range(self._max_attempts):
+            episode = self._episode(prompt, Attempt(prompt.uid, number), kind)
+            try:
+                return episode.finish(await self._env.play(prompt, episode.sample))
+            except (EngineError, EnvError, RewardError) as error:
+                log.warning("eval of %s failed: %s: %s", prompt.uid, type(error).__name__, error)
+        return None
+
+
+def _mean_reward(rollouts: Sequence[Rollout | None]) -> float:
+    return float(np.mean([r.reward.total for r in rollouts if r is not None] or [np.nan]))
+
+
+def _mean_length(rollouts: Sequence[Rollout | None]) -> float:
+    return float(np.mean([r.loss_mask.sum() for r in rollouts if r is not None] or [np.nan]))

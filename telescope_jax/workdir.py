@@ -1,0 +1,153 @@
+"""The folder of a run: files first, so that a crash loses at most one flush.
+
+    run.json config.json lock metrics/*.jsonl events/*.jsonl evals/ checkpoints/ weights/ logs/
+
+A folder that holds a run is resumed, by one process at a time, with a configuration that still
+describes the same run.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from telescope_jax import config_tree
+from telescope_jax.config import Config
+
+log = logging.getLogger(__name__)
+
+SAME_RUN = (
+    "seed",
+    "groups_per_batch",
+    "group_size",
+    "env.name",
+    "env.seed",
+    "env.terms",
+    "env.digits",
+    "policy.family",
+    "policy.vocab_size",
+    "policy.width",
+    "policy.layers",
+    "policy.heads",
+    "policy.kv_heads",
+    "policy.head_dim",
+    "policy.mlp_width",
+    "policy.tied_embeddings",
+)
+"""Fields that a resumed run cannot change: prompts, books or parameters would no longer fit."""
+
+
+class WorkdirError(RuntimeError):
+    """The folder cannot hold this run; the message says what to do."""
+
+
+class Workdir:
+    """An open run folder, locked until `close`."""
+
+    def __init__(self, path: Path, *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self.log_file = path / "logs" / "main.log"
+        self.metrics_file = path / "metrics" / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
+        self._lock = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise WorkdirError(
+                f"{path} is in use by another run; wait for it or choose another --workdir"
+            ) from None
+        for folder in ("metrics", "events", "logs"):
+            (path / folder).mkdir(exist_ok=True)
+        self._events = (path / "events" / "events.jsonl").open("a", buffering=1)
+
+    @classmethod
+    def open(cls, path: str | Path, config: Config, config_file: str) -> "Workdir":
+        """Makes the folder, or takes up the run that it holds.
+
+        Raises:
+          WorkdirError: it holds something else, another configuration, or a run that is going on.
+        """
+        path = Path(path).resolve()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            resumed = (path / "run.json").exists()
+            if not resumed and any(path.iterdir()):
+                raise WorkdirError(
+                    f"{path} is not empty and holds no run (no run.json); choose another --workdir"
+                )
+            workdir = cls(path, resumed=resumed)
+        except OSError as error:
+            raise WorkdirError(f"{path} cannot be used: {error}") from error
+        try:
+            if resumed:
+                workdir._check_same_run(config)
+            workdir._write("config.json", config_tree.to_json(config))
+            workdir.note(config_file=config_file, pid=os.getpid(), state="running")
+        except BaseException:
+            workdir.close()
+            raise
+        return workdir
+
+    def note(self, **values: Any) -> None:
+        """Adds to run.json, atomically."""
+        path = self.path / "run.json"
+        known = json.loads(path.read_text()) if path.exists() else {"started": time.time()}
+        self._write("run.json", json.dumps(known | values, indent=2) + "\n")
+
+    def event(self, name: str, details: Mapping[str, Any]) -> None:
+        """Appends one line to events/events.jsonl; a full disk is a warning."""
+        try:
+            line = {"time": round(time.time(), 3), "event": name, **details}
+            self._events.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("event %s was not written: %s", name, error)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Sends every log line to logs/main.log, and from INFO on to the terminal."""
+        root = logging.getLogger()
+        to_file = logging.FileHandler(self.log_file)
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        to_file.setLevel(logging.DEBUG)
+        root.addHandler(to_file)
+        logging.getLogger("telescope_jax").setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            root.removeHandler(to_file)
+            to_file.close()
+            self.close()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        self._events.close()
+        self._lock.close()
+
+    def _check_same_run(self, config: Config) -> None:
+        try:
+            before = config_tree.from_json((self.path / "config.json").read_text(), Config)
+        except (OSError, ValueError) as error:
+            raise WorkdirError(f"{self.path}/config.json cannot be read: {error}") from error
+        changed = []
+        for field in SAME_RUN:
+            old, new = config_tree.get_value(before, field), config_tree.get_value(config, field)
+            if old != new:
+                changed.append(f"{field}={new}, the run has {old}")
+        if changed:
+            raise WorkdirError(
+                f"{self.path} holds a run of another configuration: {'; '.join(changed)}; "
+                "choose another --workdir, or go on with the run's own values"
+            )
+
+    def _write(self, name: str, text: str) -> None:
+        new = self.path / f".{name}.new"
+        new.write_text(text)
+        new.replace(self.path / name)

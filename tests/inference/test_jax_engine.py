@@ -1,0 +1,564 @@
+"""The embedded engine in this process: agreement with the trainer, determinism, scheduling."""
+
+import asyncio
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telescope_jax.config import PolicyConfig
+from telescope_jax.inference.batcher import Batcher, Finished, Request, check_request
+from telescope_jax.inference.decoding import Decoding, sample
+from telescope_jax.inference.jax_engine import EngineThread, JaxEngine
+from telescope_jax.interfaces import EngineError, PromptTooLong
+from telescope_jax.model.decoder import Decoder
+from telescope_jax.model.logprobs import logprobs as packed_logprobs
+from telescope_jax.types import Completion, SamplingParams, StopReason, VersionSpan
+from telescope_jax.weights.store import MemoryStore
+
+V, CONTEXT, WIDTH, SLOTS, TOKENS_PER_CALL, EOS = 32, 24, 8, 6, 3, 1
+
+POLICY = PolicyConfig(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64)
+DECODER = Decoder(POLICY, V)
+ON_DEVICE_0 = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+# One compiled shape for the whole file.
+DECODING = Decoding(
+    DECODER,
+    slots=SLOTS,
+    context=CONTEXT,
+    prefill_width=WIDTH,
+    prefill_rows=2,
+    tokens_per_call=TOKENS_PER_CALL,
+    eos_ids=(EOS,),
+)
+
+
+@functools.cache
+def weights(seed: int) -> dict:
+    """Random parameters, scaled so that the policy is far from uniform."""
+    params = jax.jit(DECODER.init)(jax.random.key(seed))
+    return jax.device_put(jax.tree.map(lambda x: x * 6, params), ON_DEVICE_0)
+
+
+def batcher(seed: int = 0, decoding: Decoding = DECODING) -> Batcher:
+    loaded = Batcher(decoding, ON_DEVICE_0)
+    loaded.swap(weights(seed), version=seed)
+    return loaded
+
+
+def prompt(seed: int, length: int = 5) -> list[int]:
+    return np.random.default_rng(seed).integers(2, V, length).tolist()
+
+
+def request(tokens: Sequence[int], **sampling) -> Request:
+    settings = {"max_tokens": 8, "seed": 1, **sampling}
+    return check_request(tokens, SamplingParams(**settings), context=CONTEXT, vocab_size=V)
+
+
+def drain(engine: Batcher) -> list[Finished]:
+    done: list[Finished] = []
+    while engine.busy:
+        done += engine.step()
+    return done
+
+
+def complete(engine: Batcher, *requests: Request) -> list[Completion]:
+    for each in requests:
+        engine.submit(each)
+    found = dict(drain(engine))
+    completions = [found[each] for each in requests]
+    assert all(isinstance(each, Completion) for each in completions), completions
+    return completions  # type: ignore[return-value]
+
+
+def bits(completion: Completion) -> tuple:
+    """What must not depend on anything around a request."""
+    return completion.tokens.tobytes(), completion.logprobs.tobytes(), completion.stop
+
+
+def trainer_logprobs(seed: int, tokens: Sequence[int], temperature: float) -> np.ndarray:
+    """What the trainer's packed forward says of a whole sequence."""
+    row = np.zeros((1, CONTEXT), np.int32)
+    row[0, : len(tokens)] = tokens
+    segments = (np.arange(CONTEXT)[None] < len(tokens)).astype(np.int32)
+    positions = np.arange(CONTEXT, dtype=np.int32)[None]
+    scored, _ = _trainer(weights(seed), row, segments, positions, jnp.float32(temperature))
+    return np.asarray(scored)[0, : len(tokens)]
+
+
+@jax.jit
+def _trainer(params, tokens, segments, positions, temperature):
+    return packed_logprobs(DECODER, params, tokens, segments, positions, temperature=temperature)
+
+
+# Agreement
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("length", [1, WIDTH, WIDTH + 1, 2 * WIDTH + 3])
+def test_log_probs_agree_with_the_trainers_packed_forward(temperature: float, length: int):
+    """VL-01, VL-10: at the sampling temperature, for prompts of every prefill width."""
+    tokens = prompt(length, length)
+    asked = [request(tokens, seed=s, temperature=temperature) for s in range(4)]
+    for answer in complete(batcher(), *asked):
+        whole = [*tokens, *answer.tokens]
+        expected = trainer_logprobs(0, whole, temperature or 1.0)[length:]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4, rtol=0)
+        assert len(answer.tokens) == len(answer.logprobs) > 0
+
+
+def test_greedy_takes_the_likeliest_token():
+    (answer,) = complete(batcher(), request(prompt(3), temperature=0.0, max_tokens=4))
+    whole = prompt(3)
+    for token in answer.tokens:
+        scores = []
+        for other in range(V):
+            scores.append(trainer_logprobs(0, [*whole, other], 1.0)[-1])
+        assert token == int(np.argmax(scores))
+        whole.append(int(token))
+
+
+def test_samples_follow_the_distribution_that_is_reported():
+    """Pearson's chi-square over 20,000 draws; its 99.99th percentile at 7 degrees is 29.9."""
+    logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
+    temperature, draws = 0.7, 20_000
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (draws, 8))
+    seeds = jnp.stack([jnp.zeros(draws, jnp.uint32), jnp.arange(draws, dtype=jnp.uint32)], axis=1)
+    position = jnp.full(draws, 3, jnp.int32)
+    tokens, scores = sample(rows, seeds, position, jnp.full(draws, temperature))
+    exact = np.exp(logits.astype(np.float64) / temperature)
+    exact /= exact.sum()
+    counts = np.bincount(np.asarray(tokens), minlength=8)
+    assert ((counts - draws * exact) ** 2 / (draws * exact)).sum() < 29.9
+    np.testing.assert_allclose(scores, np.log(exact)[np.asarray(tokens)], atol=1e-5)
+
+
+# Determinism
+
+
+def test_a_request_gets_the_same_bits_alone_and_in_a_crowd():
+    tokens = prompt(0)
+    (alone,) = complete(batcher(), request(tokens, seed=7))
+    crowd = [request(prompt(100 + i, 1 + i % 12), seed=i) for i in range(3 * SLOTS)]
+    for place in (0, 5, len(crowd)):
+        mine = request(tokens, seed=7)
+        answers = complete(batcher(), *crowd[:place], mine, *crowd[place:])
+        assert bits(answers[place]) == bits(alone)
+        crowd = [dataclasses.replace(each, spans=[], slot=-1, over=False) for each in crowd]
+
+
+def test_the_order_of_arrival_changes_no_answer():
+    def asked() -> list[Request]:
+        return [request(prompt(i, 3 + i % 9), seed=i, group=str(i // 2)) for i in range(11)]
+
+    forward = complete(batcher(), *asked())
+    backward = complete(batcher(), *reversed(asked()))[::-1]
+    assert [bits(a) for a in forward] == [bits(b) for b in backward]
+
+
+def test_cancelling_neighbours_changes_no_answer():
+    (alone,) = complete(batcher(), request(prompt(1), seed=5, max_tokens=12))
+    engine, mine = batcher(), request(prompt(1), seed=5, max_tokens=12)
+    neighbours = [request(prompt(40 + i), seed=i, max_tokens=12) for i in range(SLOTS + 2)]
+    for each in [*neighbours[:3], mine, *neighbours[3:]]:
+        engine.submit(each)
+    done = engine.step()
+    for each in neighbours:
+        engine.cancel(each)
+    done += drain(engine)
+    assert bits(dict(done)[mine]) == bits(alone)  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_no_schedule_changes_an_answer_or_loses_a_request(data: st.DataObject):
+    """Any interleaving of arrivals, steps and cancels: each request is answered once, with the
+    bits it would get alone, or not at all if it was cancelled (VL: conservation)."""
+    engine, left = batcher(), [(p, s) for p in range(4) for s in range(3)]
+    running: dict[Request, tuple[int, int]] = {}
+    answers: list[Finished] = []
+    while left or running:
+        action = data.draw(st.sampled_from(["submit", "step", "cancel"]))
+        if action == "submit" and left:
+            p, s = left.pop(data.draw(st.integers(0, len(left) - 1)))
+            group = data.draw(st.sampled_from(["", "shared"]))
+            priority = data.draw(st.integers(0, 1))
+            new = request(prompt(p, 3 + 3 * p), seed=s, group=group, priority=priority)
+            engine.submit(new)
+            running[new] = (p, s)
+        elif action == "cancel" and running:
+            victim = data.draw(st.sampled_from(sorted(running, key=lambda r: running[r])))
+            engine.cancel(victim)
+            del running[victim]
+        else:
+            for finished in engine.step():
+                running.pop(finished[0])  # KeyError: answered twice, or after a cancel
+                answers.append(finished)
+    assert not engine.busy
+    assert engine.slots_busy == 0
+    assert not engine._members
+    for asked, answer in answers:
+        (alone,) = complete(batcher(), request(asked.tokens.tolist(), seed=asked.sampling.seed))
+        assert isinstance(answer, Completion)
+        assert bits(answer) == bits(alone)
+
+
+def test_rollouts_of_a_group_differ_by_their_seeds_alone():
+    """VL-08: one seed for all members would give identical completions and no advantage."""
+    seeds = [7, 8, 7 + 2**32, 7 + 2**63]
+    asked = [request(prompt(2), seed=s, group="g", max_tokens=12) for s in seeds]
+    first = [a.tokens.tolist() for a in complete(batcher(), *asked)]
+    assert len({tuple(tokens) for tokens in first}) == len(seeds)
+    again = [request(prompt(2), seed=s, group="g", max_tokens=12) for s in seeds]
+    assert [a.tokens.tolist() for a in complete(batcher(), *again)] == first
+
+
+def test_positions_draw_independent_noise():
+    """Were the noise the same at every position, a flat policy would repeat one token."""
+    engine = Batcher(DECODING, ON_DEVICE_0)
+    engine.swap(jax.tree.map(jnp.zeros_like, weights(0)), version=0)
+    (answer,) = complete(engine, request(prompt(0), seed=3, max_tokens=16))
+    assert len(set(answer.tokens.tolist())) > len(answer.tokens) / 2
+    np.testing.assert_allclose(answer.logprobs, -np.log(V), atol=1e-6)
+
+
+# Groups and priorities
+
+
+def test_a_group_prefills_its_prompt_once():
+    engine = batcher()
+    members = [request(prompt(0), seed=s, group="g") for s in range(2 * SLOTS)]
+    shared = complete(engine, *members)
+    assert engine.counters.prefilled == 1
+    assert engine.counters.admitted == 2 * SLOTS
+    apart = [request(prompt(0), seed=s) for s in range(2 * SLOTS)]
+    assert [bits(a) for a in shared] == [bits(b) for b in complete(batcher(), *apart)]
+
+
+def test_equal_group_names_with_different_prompts_share_nothing():
+    engine = batcher()
+    asked = [request(prompt(i), seed=1, group="g") for i in range(3)]
+    answers = complete(engine, *asked)
+    assert engine.counters.prefilled == 3
+    for i, answer in enumerate(answers):
+        assert bits(answer) == bits(complete(batcher(), request(prompt(i), seed=1))[0])
+
+
+def test_prefilled_prompts_do_not_outlive_their_last_request():
+    engine = batcher()
+    asked = [request(prompt(i // 4), seed=i, group=str(i // 4)) for i in range(12)]
+    for each in asked:
+        engine.submit(each)
+    engine.step()
+    for each in asked:
+        engine.cancel(each)
+    assert engine._prefilled == {}
+    assert not engine.busy
+
+
+def test_lower_priority_numbers_run_first():
+    engine = batcher()
+    late = [request(prompt(i), seed=i, priority=1, max_tokens=1) for i in range(SLOTS)]
+    urgent = [request(prompt(i), seed=i, priority=0, max_tokens=1) for i in range(SLOTS)]
+    for each in [*late, *urgent]:
+        engine.submit(each)
+    order = [asked for asked, _ in drain(engine)]
+    assert set(order[:SLOTS]) == set(urgent)
+
+
+def test_a_call_ends_early_when_its_idle_slots_could_be_used():
+    """Half of the slots idle after one step of three; then others wait for them, or nobody."""
+    for waiting, expected in ((3, 2), (0, 4)):
+        engine = batcher()
+        short = [request(prompt(i), temperature=0.0, max_tokens=2) for i in range(SLOTS // 2)]
+        long = [request(prompt(i), temperature=0.0, max_tokens=9) for i in range(SLOTS // 2)]
+        for each in [*short, *long, *(request(prompt(i)) for i in range(waiting))]:
+            engine.submit(each)
+        assert {asked for asked, _ in engine.step()} == set(short)
+        assert [span.end for each in long for span in each.spans] == [expected] * len(long)
+
+
+# Weights in flight
+
+
+def test_a_swap_splits_the_spans_where_it_happened():
+    engine, mine = batcher(0), request(prompt(4), seed=2, max_tokens=8)
+    engine.submit(mine)
+    engine.step()  # admission samples one token, the call TOKENS_PER_CALL more
+    engine.swap(weights(1), version=1)
+    engine.step()
+    engine.swap(weights(2), version=5)
+    ((_, answer),) = drain(engine)
+    assert isinstance(answer, Completion)
+    assert answer.versions == (VersionSpan(0, 0, 4), VersionSpan(1, 4, 7), VersionSpan(5, 7, 8))
+    _check_in_flight(answer, [(0, 4), (1, 3), (2, 1)])
+
+
+def _check_in_flight(answer: Completion, schedule: list[tuple[int, int]]) -> None:
+    """The same tokens through the decoder by hand: old cache entries stay, new weights go on."""
+    versions = [seed for seed, count in schedule for _ in range(count)]
+    tokens = prompt(4)
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(tokens)] = tokens
+    prefill, decode = jax.jit(DECODER.prefill), jax.jit(DECODER.decode)
+    logits, cache = prefill(weights(versions[0]), padded, jnp.array([len(tokens)]))
+    for index, (seed, token) in enumerate(zip(versions, answer.tokens, strict=True)):
+        if index:
+            before = jnp.asarray(answer.tokens[index - 1 : index])
+            position = jnp.array([len(tokens) + index - 1])
+            logits, cache = decode(weights(seed), before, position, cache)
+        expected = jax.nn.log_softmax(logits[0])[token]
+        np.testing.assert_allclose(answer.logprobs[index], expected, atol=1e-4)
+
+
+def test_no_new_request_meets_a_prompt_that_other_weights_read():
+    """VL-02: a group that spans an update; its later members are prefilled anew."""
+    engine = batcher(0)
+    members = [request(prompt(6), seed=s, group="g", max_tokens=12) for s in range(2 * SLOTS)]
+    for each in members:
+        engine.submit(each)
+    done = engine.step()
+    engine.swap(weights(1), version=1)
+    done += drain(engine)
+    late = [a for m, a in done if isinstance(a, Completion) and a.versions[0].version == 1]
+    assert late
+    for answer in late:
+        expected = trainer_logprobs(1, [*prompt(6), *answer.tokens], 1.0)[5:]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+    assert engine.counters.prefilled == 2
+
+
+# Ends
+
+
+def test_a_completion_says_why_it_ended():
+    greedy = {"temperature": 0.0, "max_tokens": 30}
+    (free,) = complete(batcher(), request(prompt(8, 20), **greedy))
+    assert (free.stop, len(free.tokens)) == (StopReason.TOO_LONG, CONTEXT - 20)
+    (cut,) = complete(batcher(), request(prompt(8, 20), temperature=0.0, max_tokens=2))
+    assert (cut.stop, len(cut.tokens)) == (StopReason.LENGTH, 2)
+    third = int(free.tokens[2])
+    first = free.tokens.tolist().index(third)
+    (stopped,) = complete(batcher(), request(prompt(8, 20), stop_token_ids=(third,), **greedy))
+    assert stopped.stop is StopReason.STOP
+    assert stopped.tokens.tolist() == free.tokens.tolist()[: first + 1]
+
+
+def test_an_answer_that_is_only_the_end_token_has_one_token():
+    """VL-12: it is graded and trained on its one token; zero tokens never leave the engine."""
+    asked = [request(prompt(9), seed=s, max_tokens=3) for s in range(300)]
+    answers = complete(batcher(), *asked)
+    assert min(len(a.tokens) for a in answers) == 1
+    ended = [a for a in answers if a.tokens[-1] == EOS]
+    assert ended
+    assert all(a.stop is StopReason.EOS for a in ended)
+    assert all(EOS not in a.tokens[:-1] for a in answers)
+
+
+def test_cancelling_frees_the_slot_for_the_next_call():
+    """OR-25: the slot, not only the caller's memory of the request."""
+    engine = batcher()
+    first = [request(prompt(i), seed=i, temperature=0.0, max_tokens=18) for i in range(SLOTS)]
+    waiting = request(prompt(50), max_tokens=1)
+    for each in [*first, waiting]:
+        engine.submit(each)
+    engine.step()
+    assert (engine.slots_busy, engine.waiting) == (SLOTS, 1)
+    engine.cancel(first[2])
+    engine.cancel(first[2])
+    assert engine.counters.cancelled == 1
+    assert waiting in dict(engine.step())
+    assert engine.slots_busy == SLOTS - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "error", "says"),
+    [
+        (prompt(0, CONTEXT), {}, PromptTooLong, f"{CONTEXT} tokens leaves no room"),
+        (prompt(0), {"top_p": 0.9}, NotImplementedError, "whole distribution"),
+        (prompt(0), {"top_k": 5}, NotImplementedError, "whole distribution"),
+        (prompt(0), {"temperature": -1.0}, ValueError, "temperature=-1.0"),
+        (prompt(0), {"temperature": 1e-6}, ValueError, "at least 0.001"),
+        (prompt(0), {"max_tokens": 0}, ValueError, "max_tokens=0"),
+        (prompt(0), {"stop_token_ids": tuple(range(9))}, ValueError, "9 stop_token_ids"),
+        ([], {}, ValueError, "empty prompt"),
+        ([1, V], {}, ValueError, f"vocabulary of {V}"),
+        ([-1], {}, ValueError, f"vocabulary of {V}"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_at_once(tokens, sampling, error, says):
+    """VL-03: no negative max_tokens, no retry loop; the caller learns what to change."""
+    with pytest.raises(error, match=says):
+        request(tokens, **sampling)
+
+
+def test_weights_that_are_not_finite_fail_requests_and_not_the_engine():
+    """An absent log-prob is never a number: nobody gets NaN, and the next version finds the slots
+    clean (a NaN left in a cache would come back through 0 · NaN)."""
+    engine = batcher(0)
+    for s in range(SLOTS + 3):
+        engine.submit(request(prompt(s, WIDTH), temperature=0.0, max_tokens=16))
+    answers = [answer for _, answer in engine.step()]
+    assert answers == []
+    engine.swap(jax.tree.map(lambda x: x * jnp.nan, weights(0)), version=1)
+    answers = [answer for _, answer in drain(engine)]
+    assert len(answers) == SLOTS + 3
+    assert all(isinstance(a, EngineError) and "not finite" in str(a) for a in answers)
+    engine.swap(weights(0), version=2)
+    for s in range(SLOTS):
+        (answer,) = complete(engine, request(prompt(s), seed=s))
+        assert bits(answer) == bits(complete(batcher(), request(prompt(s), seed=s))[0])
+
+
+# The coroutine interface
+
+
+async def _engine(store: MemoryStore, **settings) -> JaxEngine:
+    engine = JaxEngine(DECODING, store, EngineThread(), **settings)
+    await engine.load(await store.publish(0, weights(0)))
+    return engine
+
+
+def _params(**sampling) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 8, "seed": 1, **sampling})
+
+
+def test_the_engine_answers_as_the_batcher_does():
+    async def run() -> list[Completion]:
+        engine = await _engine(MemoryStore())
+        asked = [engine.sample(prompt(i), _params(seed=i)) for i in range(20)]
+        answers = await asyncio.gather(*asked)
+        metrics = engine.metrics()
+        assert metrics["tokens"] == sum(len(a.tokens) for a in answers)
+        assert metrics["time_decoding"] > 0
+        assert engine.metrics()["tokens"] == 0
+        await engine.close()
+        return answers
+
+    expected = complete(batcher(), *(request(prompt(i), seed=i) for i in range(20)))
+    assert [bits(a) for a in asyncio.run(run())] == [bits(b) for b in expected]
+
+
+def test_two_engines_hold_two_versions_and_one_thread():
+    """DESIGN 3.9: an eval goes on with its version while training samples from the next."""
+
+    async def run() -> None:
+        store, thread = MemoryStore(), EngineThread("shared")
+        train, held = (JaxEngine(DECODING, store, thread) for _ in range(2))
+        await held.load(await store.publish(0, weights(0)))
+        await train.load(await store.publish(1, weights(1)))
+        assert (held.version, train.version) == (0, 1)
+        old, new = await asyncio.gather(
+            held.sample(prompt(0), _params()), train.sample(prompt(0), _params())
+        )
+        assert (old.versions[0].version, new.versions[0].version) == (0, 1)
+        for seed, answer in ((0, old), (1, new)):
+            expected = trainer_logprobs(seed, [*prompt(0), *answer.tokens], 1.0)[5:]
+            np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+        await train.close()
+        assert len((await held.sample(prompt(0), _params())).tokens) > 0
+        await held.close()
+
+    asyncio.run(run())
+    assert "shared" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_cancelled_samples_leave_no_slot_behind():
+    """OR-25, at every moment: before the hand-over, while waiting, while running."""
+
+    async def run() -> None:
+        engine = await _engine(MemoryStore())
+        asked = [
+            asyncio.create_task(engine.sample(prompt(i), _params(seed=i, max_tokens=18)))
+            for i in range(100)
+        ]
+        for i, task in enumerate(asked):
+            if i % 20 == 0:
+                await asyncio.sleep(0.002)
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*(engine.sample(prompt(i), _params()) for i in range(8)))
+        assert len(answers) == 8
+        deadline = time.monotonic() + 20
+        while engine._batcher.busy:
+            assert time.monotonic() < deadline, "a cancelled request still holds a slot"
+            await asyncio.sleep(0.01)
+        assert engine._answers == {}
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_closing_fails_what_is_pending_instead_of_returning_nothing():
+    """VL-12, OR-10: a lost answer is an error, never an empty completion."""
+
+    async def run() -> list[object]:
+        engine = await _engine(MemoryStore())
+        asked = [
+            asyncio.create_task(engine.sample(prompt(i), _params(max_tokens=18, temperature=0.0)))
+            for i in range(4 * SLOTS)
+        ]
+        await asyncio.sleep(0)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.sample(prompt(0), _params())
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    before = threading.active_count()
+    for answer in asyncio.run(run()):
+        lost = isinstance(answer, EngineError) and "closed" in str(answer)
+        assert lost or (isinstance(answer, Completion) and len(answer.tokens))
+    assert threading.active_count() <= before
+
+
+def test_an_engine_without_weights_says_so():
+    async def run() -> None:
+        engine = JaxEngine(DECODING, MemoryStore(), EngineThread())
+        assert engine.version == -1
+        with pytest.raises(EngineError, match="no weights yet"):
+            await engine.sample(prompt(0), _params())
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_weights_that_are_gone_fail_the_load_and_not_the_engine():
+    """CK-08: the old version goes on, and the error says what to load instead."""
+
+    async def run() -> None:
+        store = MemoryStore()
+        engine = await _engine(store)
+        gone = await store.publish(1, weights(1))
+        await store.prune([0])
+        with pytest.raises(EngineError, match="cannot load version 1.*latest"):
+            await engine.load(gone)
+        assert engine.version == 0
+        assert (await engine.sample(prompt(0), _params())).versions[0].version == 0
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_takes_too_long_is_an_error():
+    """DESIGN 3.10: every wait has a timeout."""
+
+    async def run() -> None:
+        engine = await _engine(MemoryStore(), request_timeout_s=0.05)
+        blocked = threading.Event()
+        engine._thread.call(lambda: blocked.wait(20))
+        with pytest.raises(EngineError, match="request_timeout_s=0.05"):
+            await engine.sample(prompt(0), _params())
+        blocked.set()
+        await engine.close()
+
+    asyncio.run(run())
