@@ -54,16 +54,13 @@ def differentiable(
 
 def _forward(passes, hidden, unembed, targets, inverse_temperature):
     statistics, saved = passes.forward(hidden, unembed, targets, inverse_temperature)
-    peak, log_mass = statistics.peak, jnp.log(statistics.mass)
-    logprob = (statistics.target - peak) - log_mass
-    entropy = log_mass - statistics.moment / statistics.mass
-    residuals = (hidden, unembed, targets, inverse_temperature, saved, peak, log_mass, entropy)
-    return (logprob, entropy, peak + log_mass), residuals
+    normaliser, outputs = tile.outputs(statistics)
+    return outputs, (hidden, unembed, targets, inverse_temperature, saved, normaliser)
 
 
 def _backward(passes, residuals, cotangents):
-    hidden, unembed, targets, inverse_temperature, saved, peak, log_mass, entropy = residuals
-    rows = tile.RowGradients(peak, log_mass, entropy, *cotangents)
+    hidden, unembed, targets, inverse_temperature, saved, normaliser = residuals
+    rows = tile.RowGradients(*normaliser, *cotangents)
     d_hidden, d_unembed = passes.backward(
         hidden, unembed, targets, inverse_temperature, saved, rows
     )

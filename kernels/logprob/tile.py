@@ -31,6 +31,14 @@ class Statistics(NamedTuple):
     target: Float[Array, "T 1"]
 
 
+class Normaliser(NamedTuple):
+    """What the backward pass keeps of the forward pass: p = e^((z - peak) - log_mass), and H."""
+
+    peak: Float[Array, "T 1"]
+    log_mass: Float[Array, "T 1"]
+    entropy: Float[Array, "T 1"]
+
+
 class RowGradients(NamedTuple):
     """What the backward pass needs of a token: its normaliser and the three cotangents."""
 
@@ -94,6 +102,17 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
     a_mass, a_moment = rescaled(a, peak)
     b_mass, b_moment = rescaled(b, peak)
     return Statistics(peak, a_mass + b_mass, a_moment + b_moment, a.target + b.target)
+
+
+def outputs(
+    statistics: Statistics,
+) -> tuple[Normaliser, tuple[Float[Array, "T 1"], Float[Array, "T 1"], Float[Array, "T 1"]]]:
+    """(what to keep, (log-prob, entropy, log-sum-exp)) from the statistics of all columns."""
+    log_mass = jnp.log(statistics.mass)
+    logprob = (statistics.target - statistics.peak) - log_mass
+    entropy = log_mass - statistics.moment / statistics.mass
+    normaliser = Normaliser(statistics.peak, log_mass, entropy)
+    return normaliser, (logprob, entropy, statistics.peak + log_mass)
 
 
 def dz(
