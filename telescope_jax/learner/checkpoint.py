@@ -64,7 +64,7 @@ class Checkpoints:
           keep_last: newest checkpoints that stay, ≥ 1.
         """
         self._folder, self._keep_last = Path(folder).absolute(), keep_last
-        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._writer = _new_writer()
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first; one damaged later is among them."""
@@ -111,7 +111,12 @@ class Checkpoints:
         Raises:
           Exception: the save failed.
         """
-        self._writer.wait_until_finished()
+        try:
+            self._writer.wait_until_finished()
+        except Exception:
+            # Orbax raises one failure for ever; a save after it needs a writer of its own.
+            self._writer = _new_writer()
+            raise
         for step in self.steps()[: -self._keep_last]:
             try:
                 shutil.rmtree(self._path(step))
@@ -179,6 +184,10 @@ class Checkpoints:
             host=written["host"],
             held=loaded.get("held"),
         )
+
+
+def _new_writer() -> ocp.AsyncCheckpointer:
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
 
 def _load(path: Path, items: Mapping[str, Any]) -> Mapping[str, Any]:

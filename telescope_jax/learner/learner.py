@@ -125,7 +125,7 @@ class Learner:
         state = {
             "params": self._state.params,
             "opt_state": self._step.copy_opt_state(self._state.opt_state),
-            "step": np.asarray(self.step, np.int32),
+            "step": self._state.step,
         }
         return state if self._reference is None else {**state, "reference": self._reference}
 
@@ -140,27 +140,21 @@ class Learner:
             jax.device_put(state["params"], self._step.params_shardings),
             # Copied, since the next update donates it and the caller may still hold the arrays.
             self._step.copy_opt_state(jax.device_put(state["opt_state"], self._step.opt_shardings)),
-            self._scalar(np.asarray(state["step"], np.int32)),
+            self._scalar(state["step"]),
         )
         if self._reference is not None:
             self._reference = jax.device_put(state["reference"], self._step.params_shardings)
 
     def save_structure(self) -> Mapping[str, Any]:
         """Shapes, dtypes and shardings of what `save` returns, for reading it onto this mesh."""
-
-        def describe(tree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-            )
-
-        structure = {
-            "params": describe(self._state.params),
-            "opt_state": describe(self._state.opt_state),
-            "step": jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere),
+        state = {
+            "params": self.params,
+            "opt_state": self._state.opt_state,
+            "step": self._state.step,
         }
-        if self._reference is not None:
-            structure["reference"] = describe(self._reference)
-        return structure
+        return describe(
+            state if self._reference is None else {**state, "reference": self._reference}
+        )
 
     def close(self) -> None:
         """Waits for a running update and ends the thread; the parameters stay readable."""
@@ -213,8 +207,8 @@ class Learner:
         self, stats: list[dict[str, float]], reports: list[UpdateReport], compilations: int
     ) -> LossStats:
         for report in reports:
-            self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
-        skipped = sum(not report.applied for report in reports)
+            self._skipped_in_a_row = 0 if report.finite else self._skipped_in_a_row + 1
+        skipped = sum(not report.finite for report in reports)
         if skipped:
             _log.warning(
                 "step %d: %d of %d updates skipped, gradient not finite",
@@ -275,6 +269,11 @@ class _Compilations:
         if event == _COMPILE_EVENT:
             thread = threading.get_ident()
             self._of_thread[thread] = self._of_thread.get(thread, 0) + 1
+
+
+def describe(tree: Any) -> Any:
+    """The shape, dtype and sharding of every leaf, without its values."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def check_structure(found: Any, expected: Any, what: str) -> None:

@@ -43,10 +43,10 @@ class UpdateSums(NamedTuple):
 
 
 class UpdateReport(NamedTuple):
-    """Of one optimizer update. `applied` is False when the gradient was not finite."""
+    """Of one optimizer update; it changed nothing if not finite, or if there was no loss token."""
 
     grad_norm: Float[Array, ""]
-    applied: Bool[Array, ""]
+    finite: Bool[Array, ""]
     loss: LossSums
 
 
@@ -144,7 +144,9 @@ class Step:
     ) -> tuple[Params, Any, UpdateReport]:
         norm = optax.tree.norm(sums.gradient)
         # A sum of squares overflows before its terms do, so this also catches what is merely huge.
-        applied = jnp.isfinite(norm)
+        finite = jnp.isfinite(norm)
+        # Without a loss token Adam's moments would still move the parameters (LM-04).
+        applied = finite & (sums.loss.tokens > 0)
         factor = clip_factor(norm, self._clip)
         clipped = jax.tree.map(lambda g: g * factor, sums.gradient)
         direction, new_opt_state = self._direction.update(clipped, opt_state, params)
@@ -156,7 +158,7 @@ class Step:
         return (
             jax.tree.map(keep, new_params, params),
             jax.tree.map(keep, new_opt_state, opt_state),
-            UpdateReport(norm, applied, sums.loss),
+            UpdateReport(norm, finite, sums.loss),
         )
 
 
