@@ -20,11 +20,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from telescope_jax.config import PolicyConfig
-from telescope_jax.model.layers import Block, Constrain, KvCache, Stack
+from telescope_jax.model.layers import Block, KvCache, Stack
 from telescope_jax.model.rope import Llama3Scaling, inverse_frequencies
+from telescope_jax.sharding import constrain
 from telescope_jax.types import Params
 
 
@@ -39,7 +41,7 @@ class Decoder:
         config: PolicyConfig,
         vocab_size: int,
         *,
-        constrain: Constrain | None = None,
+        mesh: Mesh | None = None,
         rope_scaling: Llama3Scaling | None = None,
     ):
         """
@@ -47,7 +49,8 @@ class Decoder:
           config: sizes and numerics; `config.vocab_size`, if set, is V.
           vocab_size: the tokenizer's, V where the config leaves it at 0. V may be larger: the rows
             beyond are ordinary parameters that no text uses.
-          constrain: pins the sharding of activations; None leaves it to the compiler.
+          mesh: where parameters and rows are split as sharding.py says; None says nothing of
+            placement, for one device or a layout of the caller's.
           rope_scaling: Llama 3.1's stretch of the rotary frequencies.
 
         Raises:
@@ -61,10 +64,8 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size or vocab_size
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, rope_scaling)
-        self._constrain = constrain or (lambda x, kind: x)
-        self._build = functools.partial(
-            Stack, config, self.vocab_size, frequencies, self._constrain
-        )
+        self.mesh, self._constrain = mesh, constrain(mesh)
+        self._build = functools.partial(Stack, config, self.vocab_size, frequencies, mesh)
         stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
         self._graph, _ = nnx.split(stack)
 
