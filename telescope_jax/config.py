@@ -301,6 +301,23 @@ class Config:
         one_turn = self.sampling.max_prompt_tokens + self.sampling.max_tokens
         return self.sampling.max_episode_tokens or one_turn
 
+    def warnings(self) -> list[str]:
+        """What is allowed and probably not meant, for the start of the log."""
+        ahead, off_policy = self.max_async_rollout, self.max_off_policy_steps
+        found = []
+        if 0 <= off_policy < ahead:
+            found.append(
+                f"max_off_policy_steps={off_policy} is below max_async_rollout={ahead}: inference "
+                f"runs {off_policy} steps ahead, since what starts earlier would be dropped"
+            )
+        if 1 < self.group_size < 4:
+            found.append(
+                f"group_size={self.group_size}: at a binary reward of mean p, a share of "
+                f"p^{self.group_size} + (1 − p)^{self.group_size} of the groups has no signal "
+                "(rollout/no_signal_fraction); a flat curve may mean only that"
+            )
+        return found
+
     def check(self) -> None:
         """Every rule that joins fields, or bounds one.
 

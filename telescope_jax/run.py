@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,21 @@ class SetupError(RuntimeError):
     """This machine cannot run it as it is set up; the message says what to change."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What can refuse a configuration without a folder, and without work."""
+
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    env: Environment
+    mesh: Mesh
+
+
 def run(config: Config, config_file: str, workdir: str) -> int:
     """Runs to the end, or to a signal. Returns the exit code."""
     try:
         refuse_foreign_kernels_package()
+        task = build_task(config)
         folder = Workdir.open(workdir or default_workdir(config_file), config, config_file)
     except (WorkdirError, SetupError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
@@ -76,14 +87,19 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     use_compilation_cache()
     code = 1
     with folder.logging():
+        for warning in config.warnings():
+            log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(config, folder))
+            code = asyncio.run(_run(config, task, folder))
         except SetupError as error:
             log.error("%s", error)
             code = 2
         except NoSignalError as error:
             log.error("%s", error)
             code = NO_SIGNAL_EXIT_CODE
+        except KeyboardInterrupt:
+            log.error("interrupted before the first step; nothing to save")
+            code = 130
         except Exception as error:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
@@ -92,20 +108,12 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     return code
 
 
-async def _run(config: Config, folder: Workdir) -> int:
+async def _run(config: Config, task: Task, folder: Workdir) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
+    tokenizer, env, mesh = task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
-        tokenizer = CharTokenizer()
-        rewards = RewardPool(
-            workers=config.env.reward_workers,
-            timeout_s=config.env.reward_timeout_s,
-            memory_bytes=config.env.reward_memory_mb << 20,
-            preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
-        )
-        stack.push_async_callback(rewards.close)
-        env = build_env(config, tokenizer, rewards)
+        stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-        mesh = build_mesh(config)
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
         stack.callback(checkpoints.close)
 
@@ -265,6 +273,26 @@ class Signals:
         asyncio.get_running_loop().call_later(self._grace_s, os._exit, code)
 
 
+def build_task(config: Config) -> Task:
+    """Tokenizer, environment and mesh; workers start when they are needed.
+
+    Raises:
+      SetupError: the environment does not exist or cannot be made so, or there are too few devices.
+    """
+    tokenizer = CharTokenizer()
+    rewards = RewardPool(
+        workers=config.env.reward_workers,
+        timeout_s=config.env.reward_timeout_s,
+        memory_bytes=config.env.reward_memory_mb << 20,
+        preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
+    )
+    env = build_env(config, tokenizer, rewards)
+    try:
+        return Task(tokenizer, rewards, env, make_mesh(config.mesh))
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+
+
 def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Environment:
     """The environment by its name.
 
@@ -291,14 +319,6 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
             f"{config.warm_start.steps} needs; set warm_start.steps to 0"
         )
     return env
-
-
-def build_mesh(config: Config) -> Mesh:
-    """The trainer's mesh; SetupError if there are too few devices."""
-    try:
-        return make_mesh(config.mesh)
-    except ValueError as error:
-        raise SetupError(str(error)) from error
 
 
 def build_or_restore(
