@@ -201,7 +201,12 @@ async def _run(config: Config, task: Task, folder: Workdir) -> int:
             trainer=learner,
             store=store,
             evaluator=HeldOutEvaluator(
-                env, eval_episode, engines["eval"], store, items=config.eval.items
+                env,
+                eval_episode,
+                engines["eval"],
+                store,
+                items=config.eval.items,
+                max_prompt_tokens=config.sampling.max_prompt_tokens,
             ),
             sink=sink,
             events=folder.event,
@@ -313,6 +318,12 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
         env.prompt(Uid(0, config.eval.items - 1), split="eval")
     except ValueError as error:
         raise SetupError(str(error)) from error
+    lengths = [len(env.prompt(Uid(0, index)).tokens) for index in range(min(len(env), 16))]
+    if min(lengths) > config.sampling.max_prompt_tokens:
+        raise SetupError(
+            f"the first {len(lengths)} prompts of {env.name} have {min(lengths)} tokens or more "
+            f"and sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}; raise it"
+        )
     if config.warm_start.steps and not hasattr(env, "solution"):
         raise SetupError(
             f"env.name={config.env.name} has no solutions, which warm_start.steps="

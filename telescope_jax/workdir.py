@@ -114,6 +114,8 @@ class Workdir:
     def logging(self) -> Iterator[None]:
         """Sends every log line to logs/main.log, and from INFO on to the terminal."""
         root = logging.getLogger()
+        for to_terminal in root.handlers:
+            to_terminal.setLevel(logging.INFO)
         to_file = logging.FileHandler(self.log_file)
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         to_file.setLevel(logging.DEBUG)
