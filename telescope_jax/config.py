@@ -247,6 +247,12 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True)
+class LogConfig:
+    rollouts_every: int = 10
+    """Steps between tables of trained rollouts, rollouts/step_*.parquet; 0 = none."""
+
+
+@dataclass(slots=True)
 class Config:
     seed: int = 0
     """Decides initial weights, prompt order and every sample."""
@@ -285,6 +291,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def advantages(self) -> str:
         """The advantage estimator in force."""
@@ -366,6 +373,7 @@ class Config:
             "eval.items": (self.eval.items, 1),
             "warm_start.steps": (self.warm_start.steps, 0),
             "warm_start.batch_size": (self.warm_start.batch_size, 1),
+            "log.rollouts_every": (self.log.rollouts_every, 0),
             "checkpoint.every": (self.checkpoint.every, 0),
             "checkpoint.keep_last": (self.checkpoint.keep_last, 1),
         }

@@ -48,6 +48,7 @@ from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.archive import pack_groups, unpack_groups
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
+from telescope_jax.rollouts.table import RolloutTables
 from telescope_jax.scoring.reward_pool import RewardPool
 from telescope_jax.sharding import make_mesh, table
 from telescope_jax.staleness import AsyncBound
@@ -211,6 +212,9 @@ async def _run(config: Config, task: Task, folder: Workdir) -> int:
             sink=sink,
             events=folder.event,
             checkpointer=RunCheckpoints(checkpoints),
+            on_batch=RolloutTables(
+                folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
+            ).write,
         )
         console.start(
             config="\n".join(config_tree.overrides(config)),

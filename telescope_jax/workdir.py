@@ -1,6 +1,6 @@
 """The folder of a run: files first, so that a crash loses at most one flush.
 
-    run.json config.json lock metrics/*.jsonl events/*.jsonl evals/ checkpoints/ weights/ logs/
+    run.json config.json lock metrics/ events/ rollouts/ checkpoints/ weights/ logs/
 
 A folder that holds a run is resumed, by one process at a time, with a configuration that still
 describes the same run.
