@@ -84,10 +84,10 @@ def test_logprob_kernels_compile_and_fit(mesh, width, vocabulary, dtype, record_
     )
     temporary = temporary_mib(compiled)
     record_property("temporary_mib", temporary)
-    # The gathered unembedding and its gradient before it is scattered; nothing like the logits,
-    # which would be 594 MiB at the first size.
+    # The unembedding gathered in each pass, its gradient, and a copy for the scatter; the logits of a
+    # device, 594 MiB at the first size, would come on top.
     share = vocabulary * width * jnp.dtype(dtype).itemsize / 2 / MIB
-    assert temporary < 2.5 * share + 64
+    assert temporary < 4.2 * share + 16
 
 
 @pytest.mark.deadline(600)
