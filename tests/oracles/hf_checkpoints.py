@@ -40,12 +40,14 @@ def make(cases_path: str, folder: str) -> None:
                 mean = 1.0 if "norm" in parameter_name else 0.0
                 draw = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(draw * std + mean)
-        model = model.to(getattr(torch, case["dtype"])).eval()
+        model = model.to(getattr(torch, case["dtype"]))
         model.save_pretrained(Path(folder) / name, max_shard_size=case.get("shard", "1GB"))
+        # Loaded again: the cast has rounded the rotary frequencies too, which no loading does.
+        model, _ = load(Path(folder) / name)
         rotary = model.model.rotary_emb
         np.savez(
             Path(folder) / f"{name}.npz",
-            logits=logits(model.to(torch.float32), config.vocab_size),
+            logits=logits(model, config.vocab_size),
             tokens=tokens_for(config.vocab_size),
             inv_freq=rotary.inv_freq.numpy(),
             magnitude=rotary.attention_scaling,
@@ -53,19 +55,25 @@ def make(cases_path: str, folder: str) -> None:
 
 
 def read(folders_path: str, out: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     found = {}
     for name, folder in json.loads(Path(folders_path).read_text()).items():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype="auto", output_loading_info=True
-        )
-        found[f"{name}/dtype"] = np.asarray(str(model.dtype))
-        amiss = {kind: sorted(map(str, value)) for kind, value in info.items() if value}
+        model, amiss = load(folder)
+        found[f"{name}/dtype"] = np.asarray(str(AutoConfig.from_pretrained(folder).dtype))
         found[f"{name}/amiss"] = np.asarray(json.dumps(amiss))
-        found[f"{name}/logits"] = logits(model.to(torch.float32).eval(), model.config.vocab_size)
+        found[f"{name}/logits"] = logits(model, model.config.vocab_size)
     np.savez(out, **found)
+
+
+def load(folder):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    return model.eval(), {kind: sorted(map(str, value)) for kind, value in info.items() if value}
 
 
 def logits(model, vocab_size: int) -> np.ndarray:
