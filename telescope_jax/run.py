@@ -1,8 +1,8 @@
 """One run from a checked config: makes the parts, joins them, and ends as it should.
 
-The order matters. What can refuse the run (workdir, environment, mesh) comes before what costs
-(warm start, engine start-up, compilation), and a checkpoint decides whether there is a warm start
-at all. The engine starts while the warm start trains.
+The order matters. What can refuse the run (policy.checkpoint, workdir, environment, mesh) comes
+before what costs (warm start, engine start-up, compilation), and a checkpoint of the run decides
+whether there is a warm start at all. The engine starts while the warm start trains.
 
 Exit codes: 0 finished; 130 Ctrl-C and 143 SIGTERM (or `checkpoint.resume_exit_code`), both after a
 checkpoint; 2 refused before any work; 3 nothing to learn from (NoSignalError); 1 any other failure,
@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.chat import CharTokenizer, Tokenizer
+from telescope_jax.chat import Tokenizer
 from telescope_jax.config import Config
 from telescope_jax.console import Console, summary
 from telescope_jax.envs.registry import make_env
@@ -45,6 +45,7 @@ from telescope_jax.ledger import Attempt
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
+from telescope_jax.pretrained import StartError, open_start
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.archive import pack_groups, unpack_groups
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
@@ -52,6 +53,7 @@ from telescope_jax.scoring.reward_pool import RewardPool
 from telescope_jax.sharding import make_mesh, table
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import Group, Params, Prompt, SamplingParams, Uid
+from telescope_jax.weights import hf_files
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir, WorkdirError
 
@@ -69,15 +71,16 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     """Runs to the end, or to a signal. Returns the exit code."""
     try:
         refuse_foreign_kernels_package()
+        config, tokenizer, checkpoint = open_start(config)
         folder = Workdir.open(workdir or default_workdir(config_file), config, config_file)
-    except (WorkdirError, SetupError) as error:
+    except (WorkdirError, SetupError, StartError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
         return 2
     use_compilation_cache()
     code = 1
     with folder.logging():
         try:
-            code = asyncio.run(_run(config, folder))
+            code = asyncio.run(_run(config, folder, tokenizer, checkpoint))
         except SetupError as error:
             log.error("%s", error)
             code = 2
@@ -92,10 +95,11 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     return code
 
 
-async def _run(config: Config, folder: Workdir) -> int:
+async def _run(
+    config: Config, folder: Workdir, tokenizer: Tokenizer, checkpoint: Path | None
+) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     async with AsyncExitStack() as stack:
-        tokenizer = CharTokenizer()
         rewards = RewardPool(
             workers=config.env.reward_workers,
             timeout_s=config.env.reward_timeout_s,
@@ -126,7 +130,7 @@ async def _run(config: Config, folder: Workdir) -> int:
         )
         stack.push_async_callback(close_engines, starting)
         learner, saved = await asyncio.to_thread(
-            build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints
+            build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, checkpoint
         )
         stack.callback(learner.close)
         engines = await starting
@@ -308,6 +312,7 @@ def build_or_restore(
     vocab_size: int,
     mesh: Mesh,
     checkpoints: Checkpoints,
+    checkpoint: Path | None,
 ) -> tuple[Learner, Restored | None]:
     """The trainer as of the newest checkpoint, or at version 0.
 
@@ -315,7 +320,10 @@ def build_or_restore(
       SetupError: there are checkpoints, and not one of them can be read.
     """
     if not checkpoints.steps():
-        params = first_params(config, env, tokenizer, vocab_size, mesh)
+        if checkpoint is not None:
+            params = hf_files.load(checkpoint, config.policy)
+        else:
+            params = first_params(config, env, tokenizer, vocab_size, mesh)
         return build_learner(config, vocab_size, mesh, params), None
     learner = build_learner(config, vocab_size, mesh, None)
     saved = checkpoints.restore(learner.save_structure())

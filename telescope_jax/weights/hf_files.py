@@ -233,8 +233,10 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise CheckpointError(f"{path} needs the extra hf: pip install -e '.[hf]'") from None
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

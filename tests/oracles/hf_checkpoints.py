@@ -70,7 +70,7 @@ def load(folder):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[reportGeneralTypeIssues]
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     return model.eval(), {kind: sorted(map(str, value)) for kind, value in info.items() if value}
