@@ -42,7 +42,13 @@ class Tokenizer(Protocol):
     @property
     def pad_id(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Plain text, with nothing added: an observation, a solution."""
+        ...
+
+    def prompt(self, text: str) -> list[int]:
+        """What asks the policy `text`: rendered once through the chat template, if there is one."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -98,6 +104,10 @@ class CharTokenizer:
                 f"character {character!r} at {text.index(character)} of {text[:60]!r} is not in "
                 f"the vocabulary of {self.name} (printable ASCII and newline)"
             ) from None
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of `text`: there is no chat template."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, whatever they are; control ids are silent."""

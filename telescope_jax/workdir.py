@@ -29,6 +29,8 @@ SAME_RUN = (
     "env.seed",
     "env.terms",
     "env.digits",
+    "policy.checkpoint",
+    "policy.chat_template",
     "policy.family",
     "policy.vocab_size",
     "policy.width",

@@ -41,6 +41,9 @@ class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
         return [2 + ord(c) % 8 for c in text]
 
+    def prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
 

@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 class Characters:
-    def encode(self, text: str) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
 

@@ -49,7 +49,7 @@ from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
 from telescope_jax.rollouts.group import play_group
-from telescope_jax.run import use_compilation_cache
+from telescope_jax.setup import use_compilation_cache
 from telescope_jax.sharding import make_mesh
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import (

@@ -95,7 +95,7 @@ class Sums:
             raise ValueError(f"split {split!r} is neither 'train' nor 'eval'")
         text = f"What is {' + '.join(map(str, operands))}?"
         task = {"question": text, "answer": sum(operands), "split": split}
-        tokens = np.asarray(self._tokenizer.encode(text), np.int32)
+        tokens = np.asarray(self._tokenizer.prompt(text), np.int32)
         return Prompt(uid, self.name, tokens, task)
 
     def solution(self, prompt: Prompt) -> str:

@@ -94,7 +94,7 @@ class ReasoningGym:
         item = self._item(seed, index)
         text = item["question"] + INSTRUCTION
         task = {"question": text, "answer": item["answer"], "split": split, "item": [seed, index]}
-        return Prompt(uid, self.name, np.asarray(self._tokenizer.encode(text), np.int32), task)
+        return Prompt(uid, self.name, np.asarray(self._tokenizer.prompt(text), np.int32), task)
 
     def solution(self, prompt: Prompt) -> str:
         """The text that a warm start is trained on, without its end.

@@ -14,10 +14,10 @@ housekeeping: what cannot be deleted is a warning and is tried again (CK-09).
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -25,6 +25,9 @@ from etils import epath
 
 from telescope_jax import orbax_saves
 from telescope_jax.learner.learner import check_structure
+from telescope_jax.types import Params
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -135,19 +138,27 @@ class Checkpoints:
           ValueError: the checkpoint is of another model or optimizer; lists every difference. Or
             the step asked for is not there or damaged.
         """
-        if step is not None:
-            if step not in self.steps():
-                raise ValueError(f"no checkpoint of step {step}; there are {self.steps()}")
-            try:
-                return self._read(step, structure)
-            except Damaged as error:
-                raise ValueError(f"the checkpoint of step {step} is damaged: {error}") from error
-        for candidate in reversed(self.steps()):
-            try:
-                return self._read(candidate, structure)
-            except Damaged as error:
-                _log.warning("passed over %s: %s", self._path(candidate), error)
-        return None
+        return self._newest(lambda step: self._read(step, structure), step)
+
+    def restore_params(
+        self, structure: Params, *, step: int | None = None
+    ) -> tuple[int, Params] | None:
+        """Step and parameters of the newest whole checkpoint, whatever optimizer it was saved with.
+
+        Args:
+          structure: shapes, dtypes and shardings of the parameters.
+          step: this one and no other.
+
+        Raises:
+          ValueError: as `restore`.
+        """
+
+        def read(step: int) -> tuple[int, Params]:
+            path = self._path(step)
+            check_structure(_metadata(path / "params"), structure, str(path))
+            return step, _load(path, {"params": ocp.args.StandardRestore(structure)})["params"]
+
+        return self._newest(read, step)
 
     def close(self) -> None:
         """Waits for the save in progress.
@@ -159,6 +170,21 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.close()
+
+    def _newest(self, read: Callable[[int], T], step: int | None) -> T | None:
+        if step is not None:
+            if step not in self.steps():
+                raise ValueError(f"no checkpoint of step {step}; there are {self.steps()}")
+            try:
+                return read(step)
+            except Damaged as error:
+                raise ValueError(f"the checkpoint of step {step} is damaged: {error}") from error
+        for candidate in reversed(self.steps()):
+            try:
+                return read(candidate)
+            except Damaged as error:
+                _log.warning("passed over %s: %s", self._path(candidate), error)
+        return None
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}"

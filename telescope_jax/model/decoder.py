@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from telescope_jax.config import PolicyConfig
-from telescope_jax.model.layers import Block, KvCache, Stack
-from telescope_jax.model.rope import Llama3Scaling, inverse_frequencies
+from telescope_jax.model.layers import Block, KvCache, Rotary, Stack
+from telescope_jax.model.rope import YarnScaling, inverse_frequencies, scaling_of
 from telescope_jax.sharding import constrain
 from telescope_jax.types import Params
 
@@ -42,7 +42,6 @@ class Decoder:
         vocab_size: int,
         *,
         mesh: Mesh | None = None,
-        rope_scaling: Llama3Scaling | None = None,
     ):
         """
         Args:
@@ -51,10 +50,10 @@ class Decoder:
             beyond are ordinary parameters that no text uses.
           mesh: where parameters and rows are split as sharding.py says; None says nothing of
             placement, for one device or a layout of the caller's.
-          rope_scaling: Llama 3.1's stretch of the rotary frequencies.
 
         Raises:
-          ValueError: the config's vocabulary is smaller than the tokenizer's.
+          ValueError: the config's vocabulary is smaller than the tokenizer's, or its rope settings
+            are not those of default, llama3 or yarn.
         """
         if 0 < config.vocab_size < vocab_size:
             raise ValueError(
@@ -63,9 +62,13 @@ class Decoder:
             )
         self.config = config
         self.vocab_size = config.vocab_size or vocab_size
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, rope_scaling)
+        scaling = scaling_of(config.rope_scaling)
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, scaling)
+        magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
         self.mesh, self._constrain = mesh, constrain(mesh)
-        self._build = functools.partial(Stack, config, self.vocab_size, frequencies, mesh)
+        self._build = functools.partial(
+            Stack, config, self.vocab_size, Rotary(tuple(frequencies), magnitude), mesh
+        )
         stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
         self._graph, _ = nnx.split(stack)
 

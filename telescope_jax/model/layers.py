@@ -8,6 +8,8 @@ On a mesh, activations are pinned to the layouts of sharding.py by their kind ("
 nothing of placement, which is what an engine wants.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,13 @@ KvCache = tuple[
 _MASKED = -1e30  # finite: a slot that attends to nothing must not turn into NaN
 
 
+class Rotary(NamedTuple):
+    """The rotation's constants. A tuple is structure to NNX, where an array would be state."""
+
+    frequencies: tuple[float, ...]
+    magnitude: float
+
+
 class Projection(nnx.Linear):
     """A linear map of the last axis.
 
@@ -44,15 +53,11 @@ class Projection(nnx.Linear):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
-    def __init__(
-        self, config: PolicyConfig, frequencies: np.ndarray, mesh: Mesh | None, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: PolicyConfig, rotary: Rotary, mesh: Mesh | None, rngs: nnx.Rngs):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_dim = config.head_dim
         self.implementation = None if config.attention == "auto" else config.attention
-        self.frequencies = tuple(
-            frequencies.tolist()
-        )  # a tuple is structure, an array would be state
+        self.rotary = rotary
         self.mesh, self.constrain = mesh, constrain(mesh)
         biased = config.family == "qwen2"
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -74,8 +79,8 @@ class Attention(nnx.Module):
         v = self.v(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = np.asarray(self.frequencies)
-        return rotate(q, positions, frequencies), rotate(k, positions, frequencies), v
+        turn = np.asarray(self.rotary.frequencies), self.rotary.magnitude
+        return rotate(q, positions, *turn), rotate(k, positions, *turn), v
 
     def packed(
         self,
@@ -137,12 +142,10 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(
-        self, config: PolicyConfig, frequencies: np.ndarray, mesh: Mesh | None, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: PolicyConfig, rotary: Rotary, mesh: Mesh | None, rngs: nnx.Rngs):
         self.constrain = constrain(mesh)
         self.attention_norm = _norm(config.width, config, rngs)
-        self.attention = Attention(config, frequencies, mesh, rngs)
+        self.attention = Attention(config, rotary, mesh, rngs)
         self.mlp_norm = _norm(config.width, config, rngs)
         self.mlp = Mlp(config, mesh, rngs)
 
@@ -168,7 +171,7 @@ class Stack(nnx.Module):
         self,
         config: PolicyConfig,
         vocab_size: int,
-        frequencies: np.ndarray,
+        rotary: Rotary,
         mesh: Mesh | None,
         rngs: nnx.Rngs,
     ):
@@ -179,9 +182,7 @@ class Stack(nnx.Module):
             embedding_init=nnx.initializers.normal(0.02),
             rngs=rngs,
         )
-        self.layers = nnx.List(
-            [Block(config, frequencies, mesh, rngs) for _ in range(config.layers)]
-        )
+        self.layers = nnx.List([Block(config, rotary, mesh, rngs) for _ in range(config.layers)])
         self.constrain = constrain(mesh)
         self.final_norm = _norm(config.width, config, rngs)
         if not config.tied_embeddings:

@@ -21,6 +21,9 @@ class Bytes:
     def encode(self, text):
         return list(text.encode())
 
+    def prompt(self, text):
+        return self.encode(text)
+
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
