@@ -137,6 +137,8 @@ class OrbaxWeights(WeightTransferEngine[NoInit, StagedVersion]):
         self.loaded = None
         taken = self.model.load_weights(iter(staged.tensors.items()))  # type: ignore[operator]
         forgotten = {name for name, _ in self.model.named_parameters()} - set(taken or ())
+        if self.model_config.hf_config.tie_word_embeddings:
+            forgotten.discard("lm_head.weight")  # the embedding, under its other name
         if taken is not None and forgotten:
             raise RuntimeError(f"parameters without weights: {sorted(forgotten)}")
         self.loaded = (staged.version, staged.fingerprint)

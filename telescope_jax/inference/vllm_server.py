@@ -290,12 +290,15 @@ class VllmClient:
         if not retry:
             return await self._request("POST", path, body)
         retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(_Transient),
-            stop=tenacity.stop_any(tenacity.stop_after_attempt(_TRIES), lambda _: self._gone()),
+            retry=tenacity.retry_if_exception(self._is_worth_another_try),
+            stop=tenacity.stop_after_attempt(_TRIES),
             wait=tenacity.wait_random_exponential(_BACKOFF_S, max=_LONGEST_BACKOFF_S),
             reraise=True,
         )
         return await retrying(self._request, "POST", path, body)
+
+    def _is_worth_another_try(self, error: BaseException) -> bool:
+        return isinstance(error, _Transient) and not self._gone()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         if not self._identified:
