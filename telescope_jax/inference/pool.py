@@ -94,6 +94,7 @@ class Pool:
           EngineLost: a server will not come back.
         """
         member = await self._choose(sampling.group)
+        process = member.process  # of this moment: it may be another one when the request fails
         member.in_flight += 1
         self._counts["requests"] += 1
         try:
@@ -103,7 +104,6 @@ class Pool:
             raise
         except EngineError as error:
             self._counts["failed"] += 1
-            process = member.process
             if process is not None and not process.alive:
                 raise EngineError(f"{member.name}: {process.death()}") from error
             raise

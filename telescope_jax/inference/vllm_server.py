@@ -152,7 +152,7 @@ class VllmClient:
         self._timeout_s, self._gone = timeout_s, gone
         self._headers = {"Authorization": f"Bearer {key}"}
         self._session: aiohttp.ClientSession | None = None
-        self._identified = False
+        self._identified = self._closed = False
 
     async def healthy(self) -> bool:
         """Whether the server is ready.
@@ -274,7 +274,8 @@ class VllmClient:
         return int(sum(map(float, values)))
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; what is still asked fails."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -298,9 +299,11 @@ class VllmClient:
         return await retrying(self._request, "POST", path, body)
 
     def _is_worth_another_try(self, error: BaseException) -> bool:
-        return isinstance(error, _Transient) and not self._gone()
+        return isinstance(error, _Transient) and not (self._closed or self._gone())
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        if self._closed:
+            raise EngineError(f"{self.url} is closed, or was replaced meanwhile")
         if not self._identified:
             raise EngineError(f"{self.url} has not told its name yet")
         try:
