@@ -71,7 +71,10 @@ class SamplingConfig:
 @dataclass(slots=True)
 class PolicyConfig:
     checkpoint: str = ""
-    """Hugging Face folder or hub name to start from; "" is random weights of the sizes below."""
+    """Hugging Face folder or hub name to start from, which decides all sizes; "" is random weights
+    of the sizes below."""
+    chat_template: str = ""
+    """With `checkpoint`: a Jinja file for prompts; "" = the checkpoint's own, none = raw text."""
     family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
     """llama: no bias; qwen2: bias on q, k, v; qwen3: RMSNorm on q and k."""
     vocab_size: int = 0
@@ -90,6 +93,8 @@ class PolicyConfig:
     """Hidden width of the gated MLP."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Their stretch in Hugging Face's words: rope_type (llama3, yarn) and its settings."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     tied_embeddings: bool = True
@@ -307,7 +312,11 @@ class Config:
         Raises:
           ConfigError: lists all that is broken, each with its numbers and the remedy.
         """
-        broken = [message for holds, message in self._rules() if not holds]
+        rules = self._rules() + self._joint_rules()
+        if not self.policy.checkpoint or self.policy.vocab_size:
+            # Otherwise the sizes come from the checkpoint's config.json; run.py checks again then.
+            rules += self._size_rules()
+        broken = [message for holds, message in rules if not holds]
         if broken:
             raise ConfigError("\n".join(broken))
 
@@ -382,13 +391,35 @@ class Config:
         rules = [(v >= low, f"{k}={v} must be at least {low}") for k, (v, low) in at_least.items()]
         rules += [(v > 0, f"{k}={v} must be positive") for k, v in positive.items()]
         rules += [(v >= 0, f"{k}={v} must not be negative") for k, v in not_negative.items()]
-        return rules + self._joint_rules()
+        return rules
+
+    def _size_rules(self) -> list[tuple[bool, str]]:
+        policy, mesh = self.policy, self.mesh
+        heads, kv_heads, tensor = policy.heads, max(1, policy.kv_heads), max(1, mesh.tensor)
+        return [
+            (
+                heads % kv_heads == 0,
+                f"policy.heads={heads} is not a multiple of policy.kv_heads={policy.kv_heads}",
+            ),
+            (
+                kv_heads % tensor == 0,
+                f"policy.kv_heads={policy.kv_heads} does not divide over mesh.tensor={mesh.tensor}",
+            ),
+            (
+                policy.mlp_width % tensor == 0,
+                f"policy.mlp_width={policy.mlp_width} does not divide over "
+                f"mesh.tensor={mesh.tensor}",
+            ),
+            (
+                policy.head_dim % 2 == 0,
+                f"policy.head_dim={policy.head_dim} must be even for rotary positions",
+            ),
+        ]
 
     def _joint_rules(self) -> list[tuple[bool, str]]:
         rows, devices = self.batch.rows_per_microbatch, max(1, self.mesh.data * self.mesh.fsdp)
         longest = self.context()
-        policy, loss, mesh = self.policy, self.loss, self.mesh
-        heads, kv_heads, tensor = policy.heads, max(1, policy.kv_heads), max(1, mesh.tensor)
+        policy, loss = self.policy, self.loss
         mask_low, mask_high = loss.sequence_mask_low, loss.sequence_mask_high
         needs_old = self.objective() in RATIO_OBJECTIVES and self.use_tis
         return [
@@ -429,23 +460,6 @@ class Config:
                 f"{self.groups_per_batch * self.group_size} rollouts of a batch",
             ),
             (
-                heads % kv_heads == 0,
-                f"policy.heads={heads} is not a multiple of policy.kv_heads={policy.kv_heads}",
-            ),
-            (
-                kv_heads % tensor == 0,
-                f"policy.kv_heads={policy.kv_heads} does not divide over mesh.tensor={mesh.tensor}",
-            ),
-            (
-                policy.mlp_width % tensor == 0,
-                f"policy.mlp_width={policy.mlp_width} does not divide over "
-                f"mesh.tensor={mesh.tensor}",
-            ),
-            (
-                policy.head_dim % 2 == 0,
-                f"policy.head_dim={policy.head_dim} must be even for rotary positions",
-            ),
-            (
                 loss.dual_clip == 0 or loss.dual_clip > 1,
                 f"loss.dual_clip={loss.dual_clip} must be above 1, or 0 for off",
             ),
@@ -473,8 +487,14 @@ class Config:
                 "engine.kind=vllm is not built yet; use engine.kind=jax",
             ),
             (
-                not policy.checkpoint,
-                f"policy.checkpoint={policy.checkpoint} is not built yet; use random weights and "
-                "warm_start",
+                not policy.checkpoint or self.warm_start.steps == 0,
+                f"warm_start.steps={self.warm_start.steps} starts from random weights and "
+                f"policy.checkpoint={policy.checkpoint} from trained ones; set one of them to "
+                "0 or nothing",
+            ),
+            (
+                bool(policy.checkpoint) or not policy.chat_template,
+                f"policy.chat_template={policy.chat_template} needs policy.checkpoint: the "
+                "character tokenizer has no chat template",
             ),
         ]

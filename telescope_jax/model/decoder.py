@@ -23,8 +23,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from telescope_jax.config import PolicyConfig
-from telescope_jax.model.layers import Block, Constrain, KvCache, Stack
-from telescope_jax.model.rope import Llama3Scaling, inverse_frequencies
+from telescope_jax.model.layers import Block, Constrain, KvCache, Rotary, Stack
+from telescope_jax.model.rope import YarnScaling, inverse_frequencies, scaling_of
 from telescope_jax.types import Params
 
 
@@ -40,7 +40,6 @@ class Decoder:
         vocab_size: int,
         *,
         constrain: Constrain | None = None,
-        rope_scaling: Llama3Scaling | None = None,
     ):
         """
         Args:
@@ -48,10 +47,10 @@ class Decoder:
           vocab_size: the tokenizer's, V where the config leaves it at 0. V may be larger: the rows
             beyond are ordinary parameters that no text uses.
           constrain: pins the sharding of activations; None leaves it to the compiler.
-          rope_scaling: Llama 3.1's stretch of the rotary frequencies.
 
         Raises:
-          ValueError: the config's vocabulary is smaller than the tokenizer's.
+          ValueError: the config's vocabulary is smaller than the tokenizer's, or its rope settings
+            are not those of default, llama3 or yarn.
         """
         if 0 < config.vocab_size < vocab_size:
             raise ValueError(
@@ -60,10 +59,12 @@ class Decoder:
             )
         self.config = config
         self.vocab_size = config.vocab_size or vocab_size
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, rope_scaling)
+        scaling = scaling_of(config.rope_scaling)
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, scaling)
+        magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
         self._constrain = constrain or (lambda x, kind: x)
         self._build = functools.partial(
-            Stack, config, self.vocab_size, frequencies, self._constrain
+            Stack, config, self.vocab_size, Rotary(tuple(frequencies), magnitude), self._constrain
         )
         stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
         self._graph, _ = nnx.split(stack)

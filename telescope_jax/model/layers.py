@@ -8,6 +8,7 @@ so that the model knows no mesh.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,13 @@ KvCache = tuple[
 _MASKED = -1e30  # finite: a slot that attends to nothing must not turn into NaN
 
 
+class Rotary(NamedTuple):
+    """The rotation's constants. A tuple is structure to NNX, where an array would be state."""
+
+    frequencies: tuple[float, ...]
+    magnitude: float
+
+
 class Projection(nnx.Linear):
     """A linear map of the last axis.
 
@@ -46,15 +54,11 @@ class Projection(nnx.Linear):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
-    def __init__(
-        self, config: PolicyConfig, frequencies: np.ndarray, constrain: Constrain, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: PolicyConfig, rotary: Rotary, constrain: Constrain, rngs: nnx.Rngs):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_dim = config.head_dim
         self.implementation = None if config.attention == "auto" else config.attention
-        self.frequencies = tuple(
-            frequencies.tolist()
-        )  # a tuple is structure, an array would be state
+        self.rotary = rotary
         self.constrain = constrain
         biased = config.family == "qwen2"
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -76,8 +80,8 @@ class Attention(nnx.Module):
         v = self.v(x).reshape(*x.shape[:-1], self.kv_heads, self.head_dim)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = np.asarray(self.frequencies)
-        return rotate(q, positions, frequencies), rotate(k, positions, frequencies), v
+        turn = np.asarray(self.rotary.frequencies), self.rotary.magnitude
+        return rotate(q, positions, *turn), rotate(k, positions, *turn), v
 
     def packed(
         self,
@@ -128,12 +132,10 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(
-        self, config: PolicyConfig, frequencies: np.ndarray, constrain: Constrain, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: PolicyConfig, rotary: Rotary, constrain: Constrain, rngs: nnx.Rngs):
         self.constrain = constrain
         self.attention_norm = _norm(config.width, config, rngs)
-        self.attention = Attention(config, frequencies, constrain, rngs)
+        self.attention = Attention(config, rotary, constrain, rngs)
         self.mlp_norm = _norm(config.width, config, rngs)
         self.mlp = Mlp(config, constrain, rngs)
 
@@ -159,7 +161,7 @@ class Stack(nnx.Module):
         self,
         config: PolicyConfig,
         vocab_size: int,
-        frequencies: np.ndarray,
+        rotary: Rotary,
         constrain: Constrain,
         rngs: nnx.Rngs,
     ):
@@ -171,7 +173,7 @@ class Stack(nnx.Module):
             rngs=rngs,
         )
         self.layers = nnx.List(
-            [Block(config, frequencies, constrain, rngs) for _ in range(config.layers)]
+            [Block(config, rotary, constrain, rngs) for _ in range(config.layers)]
         )
         self.constrain = constrain
         self.final_norm = _norm(config.width, config, rngs)

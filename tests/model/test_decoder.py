@@ -14,14 +14,19 @@ import pytest
 
 from telescope_jax.config import PolicyConfig
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.model.rope import Llama3Scaling
 from telescope_jax.types import Params
 
 TINY = PolicyConfig(
     width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=48, rope_theta=1e4
 )
 FAMILIES = ("llama", "qwen2", "qwen3")
-SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def random_params(decoder: Decoder, seed: int = 0) -> Params:
@@ -54,40 +59,26 @@ def packed_logits(decoder: Decoder, params: Params, tokens, segments=None, posit
 
 # Oracle: transformers ---------------------------------------------------------------------------
 
-HF_CASES: dict[str, tuple[PolicyConfig, Llama3Scaling | None]] = {
-    "llama, untied, theta 5e5 (MX-10, MX-12)": (
-        dataclasses.replace(TINY, family="llama", rope_theta=5e5, tied_embeddings=False),
-        None,
+HF_CASES: dict[str, PolicyConfig] = {
+    "llama, untied, theta 5e5 (MX-10, MX-12)": dataclasses.replace(
+        TINY, family="llama", rope_theta=5e5, tied_embeddings=False
     ),
-    "llama with Llama 3.1 frequencies (MX-11)": (
-        dataclasses.replace(TINY, family="llama", rope_theta=5e5),
-        SCALING,
+    "llama with Llama 3.1 frequencies (MX-11)": dataclasses.replace(
+        TINY, family="llama", rope_theta=5e5, rope_scaling=SCALING
     ),
-    "qwen2, tied, theta 1e6 (MX-01, MX-06)": (
-        dataclasses.replace(TINY, family="qwen2", rope_theta=1e6),
-        None,
+    "qwen2, tied, theta 1e6 (MX-01, MX-06)": dataclasses.replace(
+        TINY, family="qwen2", rope_theta=1e6
     ),
-    "qwen2, theta 1e4 (MX-12)": (dataclasses.replace(TINY, family="qwen2"), None),
-    "qwen3 whose heads are not width / heads (MX-08)": (
-        dataclasses.replace(
-            TINY, family="qwen3", width=40, heads=8, head_dim=16, tied_embeddings=False
-        ),
-        None,
+    "qwen2, theta 1e4 (MX-12)": dataclasses.replace(TINY, family="qwen2"),
+    "qwen3 whose heads are not width / heads (MX-08)": dataclasses.replace(
+        TINY, family="qwen3", width=40, heads=8, head_dim=16, tied_embeddings=False
     ),
 }
 VOCAB, LENGTH = 96, 64
 
 
-def hf_case(config: PolicyConfig, scaling: Llama3Scaling | None) -> dict:
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }
+def hf_case(config: PolicyConfig) -> dict:
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | config.rope_scaling
     return {
         "model_type": config.family,
         "config": {
@@ -147,11 +138,11 @@ def hf_logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]
     folder = tmp_path_factory.mktemp("hf")
     tokens, positions = hf_inputs()
     arrays: dict[str, np.ndarray] = {}
-    for i, (config, scaling) in enumerate(HF_CASES.values()):
-        params = random_params(Decoder(config, VOCAB, rope_scaling=scaling), i)
+    for i, config in enumerate(HF_CASES.values()):
+        params = random_params(Decoder(config, VOCAB), i)
         arrays |= {f"{i}/weights/{name}": value for name, value in hf_weights(params).items()}
         arrays |= {f"{i}/tokens": tokens, f"{i}/positions": positions}
-    cases = json.dumps([hf_case(*case) for case in HF_CASES.values()])
+    cases = json.dumps([hf_case(config) for config in HF_CASES.values()])
     np.savez(folder / "cases.npz", allow_pickle=False, cases=np.asarray(cases), **arrays)
     script = Path(__file__).parents[1] / "oracles" / "hf_logits.py"
     subprocess.run(
@@ -166,8 +157,7 @@ def hf_logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("name", HF_CASES)
 def test_logits_equal_those_of_transformers_at_every_position(name: str, hf_logits):
-    config, scaling = HF_CASES[name]
-    decoder = Decoder(config, VOCAB, rope_scaling=scaling)
+    decoder = Decoder(HF_CASES[name], VOCAB)
     seed = list(HF_CASES).index(name)
     params = random_params(decoder, seed)
     tokens, positions = hf_inputs()
@@ -183,10 +173,8 @@ def test_theta_and_biases_and_scaling_change_the_logits():
     config = dataclasses.replace(TINY, family="qwen2")
     params = random_params(Decoder(config, VOCAB))
 
-    def run(config=config, params=params, scaling=None):
-        return packed_logits(
-            Decoder(config, VOCAB, rope_scaling=scaling), params, tokens, positions=positions
-        )
+    def run(config=config, params=params):
+        return packed_logits(Decoder(config, VOCAB), params, tokens, positions=positions)
 
     unbiased = jax.tree_util.tree_map_with_path(
         lambda path, x: x * 0 if path[-1].key == "bias" else x, params
@@ -195,7 +183,7 @@ def test_theta_and_biases_and_scaling_change_the_logits():
     for other in (
         run(config=dataclasses.replace(config, rope_theta=1e6)),
         run(params=unbiased),
-        run(scaling=SCALING),
+        run(config=dataclasses.replace(config, rope_scaling=SCALING)),
     ):
         assert np.abs(np.asarray(other - logits)).max() > 1e-2
 
