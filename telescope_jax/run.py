@@ -36,6 +36,7 @@ from telescope_jax.envs.registry import make_env
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
+from telescope_jax.inference.vllm_pools import start_pools
 from telescope_jax.interfaces import Engine, Environment
 from telescope_jax.learner.checkpoint import Checkpoints, Restored
 from telescope_jax.learner.learner import Learner
@@ -52,6 +53,8 @@ from telescope_jax.scoring.reward_pool import RewardPool
 from telescope_jax.sharding import make_mesh, table
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import Group, Params, Prompt, SamplingParams, Uid
+from telescope_jax.weights.hf_config import hf_config_of
+from telescope_jax.weights.hf_layout import from_hf, to_hf
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir, WorkdirError
 
@@ -109,21 +112,14 @@ async def _run(config: Config, folder: Workdir) -> int:
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
         stack.callback(checkpoints.close)
 
-        store = OrbaxStore(folder.weights) if config.engine.own_process else MemoryStore()
-        starting = asyncio.create_task(
-            start_engines(
-                config.engine,
-                config.policy,
-                EngineShape(
-                    vocab_size,
-                    tokenizer.eos_ids,
-                    context=config.context(),
-                    prefill_width=config.sampling.max_prompt_tokens,
-                ),
-                store,
-                workdir=folder.path,
-            )
+        store = build_store(config, folder)
+        shape = EngineShape(
+            vocab_size,
+            tokenizer.eos_ids,
+            context=config.context(),
+            prefill_width=config.sampling.max_prompt_tokens,
         )
+        starting = asyncio.create_task(start_all(config, shape, store, folder))
         stack.push_async_callback(close_engines, starting)
         learner, saved = await asyncio.to_thread(
             build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints
@@ -193,7 +189,12 @@ async def _run(config: Config, folder: Workdir) -> int:
             trainer=learner,
             store=store,
             evaluator=HeldOutEvaluator(
-                env, eval_episode, engines["eval"], store, items=config.eval.items
+                env,
+                eval_episode,
+                engines["eval"],
+                store,
+                items=config.eval.items,
+                shares_engine=engines["eval"] is engines["train"],
             ),
             sink=sink,
             events=folder.event,
@@ -291,6 +292,34 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
             f"{config.warm_start.steps} needs; set warm_start.steps to 0"
         )
     return env
+
+
+def build_store(config: Config, folder: Workdir) -> OrbaxStore | MemoryStore:
+    """Where engines find versions: under Hugging Face names for vLLM, in memory for an engine that
+    shares it."""
+    if config.engine.kind == "vllm":
+        return OrbaxStore(
+            folder.weights, config.policy.compute_dtype, to_served=to_hf, from_served=from_hf
+        )
+    return OrbaxStore(folder.weights) if config.engine.own_process else MemoryStore()
+
+
+async def start_all(
+    config: Config, shape: EngineShape, store: OrbaxStore | MemoryStore, folder: Workdir
+) -> dict[str, Engine]:
+    """The engines "train" and "eval", which may be the same one."""
+    if config.engine.kind == "jax":
+        return await start_engines(config.engine, config.policy, shape, store, workdir=folder.path)
+    return await start_pools(
+        config.engine,
+        config.placement,
+        config.policy,
+        shape,
+        store,
+        workdir=folder.path,
+        eval_servers=config.eval.servers,
+        hf_config=hf_config_of(config.policy, shape.vocab_size, shape.context),
+    )
 
 
 def build_mesh(config: Config) -> Mesh:

@@ -52,17 +52,19 @@ class LocalSource:
         *,
         workdir: Path,
         timeout_s: float,
+        log_name: str = "",
         command: Callable[..., Sequence[str]] = command_line,
     ) -> None:
         """
         Args:
           name: what the server is called; unique among runs.
-          workdir: logs go to `logs/NAME.log` in it.
+          workdir: the server's log is in its folder `logs`.
           timeout_s: longest wait for one answer.
+          log_name: of the log file, without its ending; "" is `name`.
           command: the command line, by shape, name and port.
         """
         self.name, self._shape, self._timeout_s = name, shape, timeout_s
-        self._log_path = workdir / "logs" / f"{name}.log"
+        self._log_path = workdir / "logs" / f"{log_name or name}.log"
         self._command = command
 
     async def open(self) -> tuple[ServerProcess, VllmClient]:

@@ -99,14 +99,14 @@ class ServerProcess:
 
     async def stop(self, *, kill: bool = False) -> None:
         """Ends the whole group: politely unless `kill`, in any case within seconds."""
-        if self._process is None:
+        if self._process is None or self._lifeline is None:
             return
         if not kill:
             self._signal(signal.SIGTERM)
             await self._gone(_TERM_TIMEOUT_S)
         self._signal(signal.SIGKILL)
         await self._gone(_KILL_TIMEOUT_S)
-        if self._lifeline is not None:
+        if self._lifeline is not None:  # somebody else may have stopped it meanwhile
             os.close(self._lifeline)
             self._lifeline = None
 

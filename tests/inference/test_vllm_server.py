@@ -1,4 +1,4 @@
-"""The client of one server, against a scripted stub: what it sends, and what it makes of answers."""
+"""The client of one server, against a scripted stub: what it sends, what it makes of answers."""
 
 import asyncio
 import os
