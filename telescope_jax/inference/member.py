@@ -82,6 +82,7 @@ class LocalSource:
             self.name,
             eos_ids=self._shape.eos_ids,
             context=self._shape.context,
+            vocab_size=self._shape.vocab_size,
             timeout_s=self._timeout_s,
             gone=lambda: not process.alive,
         )
@@ -92,10 +93,19 @@ class AttachedSource:
     """A server that somebody else started with our plugin; it is never stopped from here."""
 
     def __init__(
-        self, url: str, key: str, *, eos_ids: Sequence[int], context: int, timeout_s: float
+        self,
+        url: str,
+        key: str,
+        *,
+        eos_ids: Sequence[int],
+        context: int,
+        vocab_size: int,
+        timeout_s: float,
     ) -> None:
+        """See VllmClient for the arguments."""
         self.name, self._key = url, key
-        self._eos_ids, self._context, self._timeout_s = eos_ids, context, timeout_s
+        self._eos_ids, self._context, self._vocab_size = eos_ids, context, vocab_size
+        self._timeout_s = timeout_s
 
     async def open(self) -> tuple[None, VllmClient]:
         client = VllmClient(
@@ -104,6 +114,7 @@ class AttachedSource:
             "",
             eos_ids=self._eos_ids,
             context=self._context,
+            vocab_size=self._vocab_size,
             timeout_s=self._timeout_s,
         )
         return None, client

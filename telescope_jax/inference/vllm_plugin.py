@@ -148,9 +148,18 @@ class OrbaxWeights(WeightTransferEngine[NoInit, StagedVersion]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self._refresh_tied_head()
 
     def shutdown(self) -> None:
         """Nothing is held open."""
+
+    def _refresh_tied_head(self) -> None:
+        """A tied head has no weights of its own to reload, so vLLM 0.32 leaves alone the packed
+        copy that its CPU backend multiplies by: logits would be those of the first version."""
+        head = getattr(self.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if self.model_config.hf_config.tie_word_embeddings and method is not None:
+            method.process_weights_after_loading(head)
 
     def _stage(self, version: int, path: str, fingerprint: str) -> None:
         try:

@@ -64,7 +64,7 @@ async def start_pools(
         )
 
     if config.urls:
-        attached = pool(attach(config, shape))
+        attached = pool(attach(config, shape, decoder.vocab_size))
         await attached.start()
         return {"train": attached, "eval": attached}
 
@@ -79,6 +79,7 @@ async def start_pools(
                     context=shape.context,
                     dtype=policy.compute_dtype,
                     eos_ids=shape.eos_ids,
+                    vocab_size=decoder.vocab_size,
                     max_num_seqs=config.slots,
                     memory_fraction=placement.engine_memory_fraction,
                     tensor_parallel=config.tensor_parallel,
@@ -105,7 +106,7 @@ async def start_pools(
     return {"train": train, "eval": held}
 
 
-def attach(config: EngineConfig, shape: EngineShape) -> list[Member]:
+def attach(config: EngineConfig, shape: EngineShape, vocab_size: int) -> list[Member]:
     """Members for servers that run already. Raises EngineError without their key."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
@@ -120,6 +121,7 @@ def attach(config: EngineConfig, shape: EngineShape) -> list[Member]:
                 key,
                 eos_ids=shape.eos_ids,
                 context=shape.context,
+                vocab_size=vocab_size,
                 timeout_s=config.request_timeout_s,
             ),
             start_timeout_s=config.start_timeout_s,

@@ -65,6 +65,7 @@ class ServerShape:
       context: most tokens of one sequence.
       dtype: what activations are computed in.
       eos_ids: tokens that end every completion.
+      vocab_size: V of the model.
       max_num_seqs: most sequences decoded at once.
       memory_fraction: of the accelerator's memory; 0 is vLLM's own default.
       tensor_parallel: accelerators of one server.
@@ -76,6 +77,7 @@ class ServerShape:
     context: int
     dtype: str
     eos_ids: tuple[int, ...]
+    vocab_size: int
     max_num_seqs: int
     memory_fraction: float = 0.0
     tensor_parallel: int = 1
@@ -136,6 +138,7 @@ class VllmClient:
         *,
         eos_ids: Sequence[int],
         context: int,
+        vocab_size: int,
         timeout_s: float,
         gone: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -143,12 +146,12 @@ class VllmClient:
         Args:
           url: "http://127.0.0.1:PORT".
           name: what /health has to answer; "" takes whatever it answers.
-          eos_ids, context: see ServerShape.
+          eos_ids, context, vocab_size: see ServerShape.
           timeout_s: longest wait for one answer.
           gone: whether the server is known to be dead, so that no retry can help.
         """
         self.url, self.name = url.rstrip("/"), name
-        self._eos_ids, self._context = tuple(eos_ids), context
+        self._eos_ids, self._context, self._vocab_size = tuple(eos_ids), context, vocab_size
         self._timeout_s, self._gone = timeout_s, gone
         self._headers = {"Authorization": f"Bearer {key}"}
         self._session: aiohttp.ClientSession | None = None
@@ -197,6 +200,12 @@ class VllmClient:
             )
         if sampling.top_p != 1.0 or sampling.top_k > 0:
             raise NotImplementedError("top_p < 1 and top_k > 0 renormalise the log-probs")
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            # Without a tokenizer vLLM does not check, and its engine dies of it.
+            raise ValueError(
+                f"token ids from {min(tokens)} to {max(tokens)}, the vocabulary has "
+                f"{self._vocab_size}"
+            )
         body = {
             "token_ids": [int(token) for token in tokens],
             "cache_salt": salt,

@@ -18,7 +18,7 @@ from telescope_jax.types import SamplingParams, WeightsRef
 from tests.inference.stub_vllm import VOCAB, Script, log_probs, serving
 from tests.inference.test_vllm_server import stub_command
 
-SHAPE = ServerShape("model", 64, "float32", (1,), 8)
+SHAPE = ServerShape("model", 64, "float32", (1,), 16, 8)
 
 
 def ref(version: int) -> WeightsRef:
@@ -47,7 +47,9 @@ def with_stubs(scripts: list[Script], use: Callable[[Pool], Coroutine], **argume
             urls = [await stack.enter_async_context(serving(script)) for script in scripts]
             members = [
                 Member(
-                    AttachedSource(url, "secret", eos_ids=(1,), context=64, timeout_s=20),
+                    AttachedSource(
+                        url, "secret", eos_ids=(1,), context=64, vocab_size=16, timeout_s=20
+                    ),
                     start_timeout_s=10,
                 )
                 for url in urls

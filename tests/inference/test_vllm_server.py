@@ -33,7 +33,7 @@ def with_server(script: Script, use: Callable[[VllmClient], Coroutine], **argume
     """The result of `use(client)` on a stub that serves version 3."""
 
     async def run() -> Any:
-        settings = {"eos_ids": (1,), "context": 64, "timeout_s": 20.0} | arguments
+        settings = {"eos_ids": (1,), "context": 64, "vocab_size": 16, "timeout_s": 20.0} | arguments
         async with serving(script) as url:
             client = VllmClient(url, script.key, script.name, **settings)
             try:
@@ -126,6 +126,13 @@ def test_a_long_prompt_gets_the_room_that_is_left():  # VL-03
     assert script.bodies[0]["sampling_params"]["max_tokens"] == 2
 
 
+def test_a_token_outside_the_vocabulary_never_reaches_the_engine():
+    script = Script()
+    with pytest.raises(ValueError, match="from 2 to 16, the vocabulary has 16"):
+        generate(script, tokens=[2, 16])
+    assert script.bodies == []
+
+
 def test_a_missing_log_prob_is_an_error_and_never_zero():
     with pytest.raises(EngineError, match="4 tokens and 3 log-probs"):
         generate(Script(drop_logprob=True))
@@ -166,7 +173,9 @@ def test_a_foreign_server_gets_nothing_but_a_probe():  # OR-31
 
     async def run() -> None:
         async with serving(script) as url:
-            client = VllmClient(url, "secret", "ours", eos_ids=(1,), context=64, timeout_s=5)
+            client = VllmClient(
+                url, "secret", "ours", eos_ids=(1,), context=64, vocab_size=16, timeout_s=5
+            )
             with pytest.raises(EngineError, match="answered by somebody-else, not by ours"):
                 await client.healthy()
             with pytest.raises(EngineError, match="has not told its name"):
@@ -238,7 +247,7 @@ def test_a_request_that_spans_a_load_carries_both_versions():
 
 # Processes
 
-SHAPE = ServerShape("model", 64, "float32", (1,), 8)
+SHAPE = ServerShape("model", 64, "float32", (1,), 16, 8)
 STUB = [str(Path(__file__).with_name("stub_vllm.py"))]
 
 
