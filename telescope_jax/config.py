@@ -339,7 +339,7 @@ class Config:
         Raises:
           ConfigError: lists all that is broken, each with its numbers and the remedy.
         """
-        rules = self._rules() + self._joint_rules()
+        rules = self._rules() + self._joint_rules() + self._engine_rules()
         if not self.policy.checkpoint or self.policy.vocab_size:
             # Otherwise the sizes come from the checkpoint's config.json; run.py checks again then.
             rules += self._size_rules()

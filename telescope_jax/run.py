@@ -36,8 +36,8 @@ from telescope_jax.envs.registry import make_env
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
-from telescope_jax.inference.vllm_pools import start_pools
-from telescope_jax.interfaces import Engine, Environment
+from telescope_jax.inference.vllm_pools import check_can_start, start_pools
+from telescope_jax.interfaces import Engine, EngineError, Environment
 from telescope_jax.learner.checkpoint import Checkpoints, Restored
 from telescope_jax.learner.learner import Learner
 from telescope_jax.learner.settings import loss_settings
@@ -112,6 +112,7 @@ async def _run(config: Config, folder: Workdir) -> int:
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
         stack.callback(checkpoints.close)
 
+        check_engine(config)
         store = build_store(config, folder)
         shape = EngineShape(
             vocab_size,
@@ -292,6 +293,15 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
             f"{config.warm_start.steps} needs; set warm_start.steps to 0"
         )
     return env
+
+
+def check_engine(config: Config) -> None:
+    """Raises SetupError if vLLM servers are asked for and cannot be had."""
+    if config.engine.kind == "vllm":
+        try:
+            check_can_start(config.engine)
+        except EngineError as error:
+            raise SetupError(str(error)) from error
 
 
 def build_store(config: Config, folder: Workdir) -> OrbaxStore | MemoryStore:

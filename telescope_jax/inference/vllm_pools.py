@@ -46,7 +46,7 @@ async def start_pools(
     Raises:
       EngineError: vLLM or our plugin is not installed, or a server did not come up.
     """
-    check_installed(attached=bool(config.urls))
+    check_can_start(config)
     decoder = Decoder(policy, shape.vocab_size)
     handshake = Handshake(
         PublishedReference(decoder, store),
@@ -107,13 +107,8 @@ async def start_pools(
 
 
 def attach(config: EngineConfig, shape: EngineShape, vocab_size: int) -> list[Member]:
-    """Members for servers that run already. Raises EngineError without their key."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    if not key:
-        raise EngineError(
-            f"engine.urls names {len(config.urls)} servers and {KEY_VARIABLE} is not set; set it "
-            "to the key that they were started with (their VLLM_API_KEY)"
-        )
+    """Members for servers that run already."""
+    key = os.environ[KEY_VARIABLE]
     return [
         Member(
             AttachedSource(
@@ -130,9 +125,18 @@ def attach(config: EngineConfig, shape: EngineShape, vocab_size: int) -> list[Me
     ]
 
 
-def check_installed(*, attached: bool) -> None:
-    """Raises EngineError if this machine cannot start servers that load our weights."""
-    if attached:
+def check_can_start(config: EngineConfig) -> None:
+    """What can be known before anything is started.
+
+    Raises:
+      EngineError: vLLM or our plugin is not installed, or the key of attached servers is not set.
+    """
+    if config.urls:
+        if not os.environ.get(KEY_VARIABLE):
+            raise EngineError(
+                f"engine.urls names {len(config.urls)} servers and {KEY_VARIABLE} is not set; set "
+                "it to the key that they were started with (their VLLM_API_KEY)"
+            )
         return
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
