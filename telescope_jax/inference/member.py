@@ -195,6 +195,14 @@ class Member:
         """Takes the server out: whatever state it is in, it is to be replaced."""
         self.ready = self.serving = False
 
+    async def check(self, process: ServerProcess | None) -> None:
+        """Gives the server up if it, or its engine, is dead; `process` is the one that failed."""
+        if process is not self._process or not self.ready:
+            return  # it was replaced meanwhile, or is being replaced
+        dead = process is not None and not process.alive
+        if (dead or not await self._healthy()) and process is self._process:
+            self.give_up()
+
     async def load(self, ref: WeightsRef) -> None:
         """Stages and swaps to `ref`. Raises what VllmClient.stage and swap raise."""
         started = time.monotonic()
@@ -226,15 +234,18 @@ class Member:
                     pass
             else:
                 await asyncio.sleep(_WATCH_POLL_S)
-            try:
-                strikes = 0 if await self.client.healthy() else strikes + 1
-            except EngineError as error:
-                log.warning("%s", error)
-                strikes += 1
+            strikes = 0 if await self._healthy() else strikes + 1
         self.give_up()
         if self._process is None:
             return f"{self.name} does not answer"
         return f"{self.name}: {self._process.death()}"
+
+    async def _healthy(self) -> bool:
+        try:
+            return await self.client.healthy()
+        except EngineError as error:
+            log.warning("%s", error)
+            return False
 
     async def stop(self, *, kill: bool = False) -> None:
         """Ends the server with all its processes, and the connections to it."""

@@ -104,6 +104,8 @@ class Pool:
             raise
         except EngineError as error:
             self._counts["failed"] += 1
+            # Idle, and therefore the least loaded, a dead server would draw every request.
+            await member.check(process)
             if process is not None and not process.alive:
                 raise EngineError(f"{member.name}: {process.death()}") from error
             raise

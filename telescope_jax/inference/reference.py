@@ -1,5 +1,6 @@
 """What the trainer's model says of tokens under a published version: the handshake's other half."""
 
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -16,8 +17,8 @@ from telescope_jax.types import Params, WeightsRef
 class PublishedReference:
     """Scores tokens with the weights that a store holds, by the code that trains.
 
-    Reading the version back checks what was written too; it costs one read a version. Keeps the
-    version that was asked for last in the device's memory only while it computes.
+    Reading the version back checks what was written too; it costs one read a version. The version
+    that was asked for last stays in host memory.
     """
 
     def __init__(self, decoder: Decoder, store: Reader) -> None:
@@ -33,6 +34,7 @@ class PublishedReference:
             )[0]
         )
         self._read: tuple[WeightsRef, Params] | None = None
+        self._lock = threading.Lock()  # servers that are loaded at once are probed at once
 
     def logprobs(
         self, ref: WeightsRef, rows: Sequence[Row], temperature: float
@@ -42,12 +44,8 @@ class PublishedReference:
         Raises:
           WeightsError: the version is gone or damaged.
         """
-        if self._read is None or self._read[0] != ref:
-            self._read = None
-            params = self._store.read(ref)
-            # Parameters are float32 in the trainer; what was cast for serving is cast back.
-            self._read = ref, jax.tree.map(lambda x: np.asarray(x, np.float32), params)
-        _, params = self._read
+        with self._lock:
+            params = self._params(ref)
         whole = [[*prompt, *completion] for prompt, completion in rows]
         # A power of two: few shapes to compile, whatever the lengths.
         width = 1 << (max(map(len, whole)) - 1).bit_length()
@@ -61,3 +59,11 @@ class PublishedReference:
             scored[row, len(prompt) : len(prompt) + len(completion)]
             for row, (prompt, completion) in enumerate(rows)
         ]
+
+    def _params(self, ref: WeightsRef) -> Params:
+        if self._read is None or self._read[0] != ref:
+            self._read = None  # no two versions in memory at a time
+            params = self._store.read(ref)
+            # Parameters are float32 in the trainer; what was cast for serving is cast back.
+            self._read = ref, jax.tree.map(lambda x: np.asarray(x, np.float32), params)
+        return self._read[1]

@@ -14,6 +14,7 @@ from telescope_jax.inference.member import AttachedSource, LocalSource, Member
 from telescope_jax.inference.pool import Pool
 from telescope_jax.inference.vllm_server import ServerShape, WeightsRefused
 from telescope_jax.interfaces import EngineError, EngineLost
+from telescope_jax.metrics import METRICS
 from telescope_jax.types import SamplingParams, WeightsRef
 from tests.inference.stub_vllm import VOCAB, Script, log_probs, serving
 from tests.inference.test_vllm_server import stub_command
@@ -171,6 +172,16 @@ def test_noise_below_the_tolerance_passes():  # VL-10
     assert 0.03 < error < 0.3
 
 
+def test_every_metric_of_a_pool_is_listed():
+    async def use(pool: Pool) -> set[str]:
+        await pool.load(ref(7))
+        await pool.sample([2], asking())
+        return {f"engine/{name}" for name in pool.metrics()}
+
+    names = with_stubs([Script()], use, handshake=HANDSHAKE)
+    assert "engine/handshake_error" in names and names <= METRICS.keys()
+
+
 def test_a_probe_shares_no_prefix_with_the_rollouts():
     script = Script()
 
@@ -278,6 +289,23 @@ def test_a_server_whose_engine_is_dead_is_replaced_too(tmp_path: Path):
         assert member.process is not dead
 
     with_processes(tmp_path, 1, use, "dead_from=1", max_restarts=1)
+
+
+def test_a_dead_engine_does_not_draw_every_request():
+    """Idle, it would always be the least loaded one."""
+    scripts = [Script(name="dead"), Script(name="well")]
+
+    async def use(pool: Pool) -> None:
+        await pool.load(ref(0))
+        scripts[0].dead, scripts[0].failures = True, [500] * 1000
+        answers = await asyncio.gather(
+            *(pool.sample([2], asking(seed=i)) for i in range(2)), return_exceptions=True
+        )
+        assert sum(isinstance(answer, EngineError) for answer in answers) == 1
+        for i in range(6):
+            await pool.sample([2], asking(seed=i))
+
+    with_stubs(scripts, use)
 
 
 def test_a_server_that_never_comes_back_ends_the_run_with_its_last_words(tmp_path: Path):

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from tests.inference.vllm_site import make_visible
 
 pytestmark = [pytest.mark.vllm, pytest.mark.deadline(900)]
 
-VOCAB, CONTEXT = 64, 512
+VOCAB, CONTEXT = 64, 4_096
 POLICY = PolicyConfig(
     vocab_size=VOCAB, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp_width=512
 )
@@ -120,6 +120,14 @@ def asking(**changes) -> SamplingParams:
 
 
 PROMPT = list(range(2, 18))
+ENDLESS = 4_000  # tokens: no request of this length ends before its test has done with it
+
+
+async def until_running(rig: Rig, tasks: Sequence[asyncio.Task]) -> None:
+    """Until the engine decodes all of `tasks`."""
+    while await rig.member.client.requests_running() < len(tasks):
+        assert not any(task.done() for task in tasks), tasks
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -165,22 +173,20 @@ def test_new_weights_arrive_in_flight_and_every_token_names_its_own(rig: Rig):
 
     async def story() -> list[Completion]:
         tasks = [
-            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=480, seed=seed)))
-            for seed in range(8)
+            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=1000, seed=seed)))
+            for seed in range(4)
         ]
-        while await rig.member.client.requests_running() < 8:
-            await asyncio.sleep(0.02)
+        await until_running(rig, tasks)
         await rig.pool.load(after)
         assert rig.pool.version == after.version
         return await asyncio.gather(*tasks)
 
     completions = rig.run(story())
-    spanning = [c for c in completions if len(c.versions) == 2]
-    assert len(spanning) >= 4, [c.versions for c in completions]
-    for completion in spanning:
+    for completion in completions:
+        assert len(completion.versions) == 2, completion.versions
         (old, start, middle), (new, also_middle, end) = completion.versions
         assert (old, new) == (before.version, after.version)
-        assert start == 0 and middle == also_middle and end == len(completion.tokens) == 480
+        assert start == 0 and middle == also_middle and end == len(completion.tokens) == 1000
         # Tokens before the swap are the old weights' to the last bit of a log-prob.
         expected = rig.expected(before, PROMPT, completion, 1.0)[:middle]
         np.testing.assert_allclose(completion.logprobs[:middle], expected, atol=1e-3)
@@ -198,23 +204,20 @@ def test_a_prefix_of_other_weights_is_never_used(rig: Rig):  # VL-02
 
 
 def test_a_cancel_frees_the_request_in_the_engine(rig: Rig):  # OR-25
-    async def story() -> int:
-        client = rig.member.client
+    async def story() -> None:
         tasks = [
-            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=490, seed=seed)))
+            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=ENDLESS, seed=seed)))
             for seed in range(8)
         ]
-        while (running := await client.requests_running()) < 8:
-            await asyncio.sleep(0.02)
+        await until_running(rig, tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         async with asyncio.timeout(60):
-            while await client.requests_running():
+            while await rig.member.client.requests_running():
                 await asyncio.sleep(0.02)
-        return running
 
-    assert rig.run(story()) == 8
+    rig.run(story())
     assert rig.member.in_flight == 0
     assert len(rig.run(rig.pool.sample(PROMPT, asking())).tokens) == 40
 
@@ -260,11 +263,10 @@ def test_a_killed_server_comes_back_with_the_newest_weights(rig: Rig):  # OR-19;
 
     async def story() -> tuple[list[Any], Completion]:
         tasks = [
-            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=490, seed=seed)))
+            asyncio.create_task(rig.pool.sample(PROMPT, asking(max_tokens=ENDLESS, seed=seed)))
             for seed in range(4)
         ]
-        while await rig.member.client.requests_running() < 4:
-            await asyncio.sleep(0.02)
+        await until_running(rig, tasks)
         os.kill(process.pid, signal.SIGKILL)
         lost = await asyncio.gather(*tasks, return_exceptions=True)
         return lost, await rig.pool.sample(PROMPT, asking())  # waits for the new server
