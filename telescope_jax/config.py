@@ -214,7 +214,30 @@ class EngineConfig:
     request_timeout_s: float = 600.0
     """Longest wait for one completion, seconds."""
     max_restarts: int = 3
-    """Engine processes that may die and be replaced before the run ends."""
+    """Deaths of an engine process, or of one server, that are put up with before the run ends."""
+    servers: int = 1
+    """vllm: servers that are started on this machine."""
+    urls: tuple[str, ...] = ()
+    """vllm: addresses of servers that run already, instead of `servers`; they were started with our
+    plugin, and their key is in TELESCOPE_ENGINE_KEY."""
+    tensor_parallel: int = 1
+    """vllm: accelerators of one server."""
+    deploy_at_once: bool = False
+    """vllm: new weights go to all servers at the same time, not to one after another."""
+    handshake_tol: float = 0.0
+    """vllm: greatest difference of trainer and engine in one log-prob, nats; 0 decides by
+    policy.compute_dtype."""
+    server_arguments: tuple[str, ...] = ()
+    """vllm: further arguments of each server's command line."""
+
+
+@dataclass(slots=True)
+class PlacementConfig:
+    engine_devices: tuple[str, ...] = ()
+    """vllm: accelerators of each server, as in ("0,1", "2,3"), evals' servers last; () leaves it to
+    vLLM."""
+    engine_memory_fraction: float = 0.0
+    """vllm: share of an accelerator's memory that a server takes; 0 is vLLM's own default."""
 
 
 @dataclass(slots=True)
@@ -225,6 +248,9 @@ class EvalConfig:
     """Evaluate version 0."""
     timeout_s: float = 600.0
     """Longest wait for one eval, seconds."""
+    servers: int = 0
+    """vllm: servers that only play evals, so that training rollouts never wait for one; 0 plays
+    them on the training servers, which then stay at the version of the eval until it is done."""
 
 
 @dataclass(slots=True)
@@ -294,6 +320,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -336,7 +363,7 @@ class Config:
         Raises:
           ConfigError: lists all that is broken, each with its numbers and the remedy.
         """
-        rules = self._rules() + self._joint_rules()
+        rules = self._rules() + self._joint_rules() + self._engine_rules()
         if not self.policy.checkpoint or self.policy.vocab_size:
             # Otherwise the sizes come from the checkpoint's config.json; run.py checks again then.
             rules += self._size_rules()
@@ -379,6 +406,9 @@ class Config:
             "engine.tokens_per_call": (self.engine.tokens_per_call, 1),
             "engine.prefill_rows": (self.engine.prefill_rows, 1),
             "engine.max_restarts": (self.engine.max_restarts, 0),
+            "engine.servers": (self.engine.servers, 1),
+            "engine.tensor_parallel": (self.engine.tensor_parallel, 1),
+            "eval.servers": (self.eval.servers, 0),
             "eval.items": (self.eval.items, 1),
             "warm_start.steps": (self.warm_start.steps, 0),
             "warm_start.batch_size": (self.warm_start.batch_size, 1),
@@ -405,6 +435,8 @@ class Config:
             "optimizer.weight_decay": self.optimizer.weight_decay,
             "optimizer.clip_norm": self.optimizer.clip_norm,
             "optimizer.final_fraction": self.optimizer.final_fraction,
+            "engine.handshake_tol": self.engine.handshake_tol,
+            "placement.engine_memory_fraction": self.placement.engine_memory_fraction,
             "loss.tis_floor": self.loss.tis_floor,
             "loss.clip_low": self.loss.clip_low,
             "loss.clip_high": self.loss.clip_high,
@@ -508,10 +540,6 @@ class Config:
                 "in [0, 1)",
             ),
             (
-                self.engine.kind == "jax",
-                "engine.kind=vllm is not built yet; use engine.kind=jax",
-            ),
-            (
                 not policy.checkpoint or self.warm_start.steps == 0,
                 f"warm_start.steps={self.warm_start.steps} starts from random weights and "
                 f"policy.checkpoint={policy.checkpoint} from trained ones; set one of them to "
@@ -521,5 +549,35 @@ class Config:
                 bool(policy.checkpoint) or not policy.chat_template,
                 f"policy.chat_template={policy.chat_template} needs policy.checkpoint: the "
                 "character tokenizer has no chat template",
+            ),
+        ]
+
+    def _engine_rules(self) -> list[tuple[bool, str]]:
+        devices_of_servers = self.placement.engine_devices
+        servers = self.engine.servers + self.eval.servers
+        return [
+            (
+                not self.engine.urls or self.engine.kind == "vllm",
+                f"engine.urls={list(self.engine.urls)} are vLLM servers; set engine.kind=vllm",
+            ),
+            (
+                self.engine.kind == "jax" or self.engine.own_process,
+                "engine.own_process=False keeps weights in this process's memory, where no vLLM "
+                "server can read them; leave it at True",
+            ),
+            (
+                not self.engine.urls or not self.eval.servers,
+                f"eval.servers={self.eval.servers} are started here, beside engine.urls that are "
+                "not; set eval.servers=0",
+            ),
+            (
+                not devices_of_servers or len(devices_of_servers) == servers,
+                f"placement.engine_devices names devices for {len(devices_of_servers)} servers; "
+                f"engine.servers + eval.servers = {servers}",
+            ),
+            (
+                self.placement.engine_memory_fraction < 1,
+                f"placement.engine_memory_fraction={self.placement.engine_memory_fraction} leaves "
+                "nothing for anybody else; set it below 1",
             ),
         ]

@@ -28,7 +28,6 @@ from telescope_jax.config import Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
-from telescope_jax.inference.engine_client import start_engines
 from telescope_jax.interfaces import Engine
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
@@ -43,15 +42,16 @@ from telescope_jax.setup import (
     SetupError,
     Task,
     build_or_restore,
+    build_store,
     build_task,
     episode_settings,
     refuse_foreign_kernels_package,
+    start_all,
     use_compilation_cache,
 )
 from telescope_jax.sharding import table
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import Group, Prompt
-from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir, WorkdirError
 
 log = logging.getLogger(__name__)
@@ -102,21 +102,14 @@ async def _run(task: Task, folder: Workdir) -> int:
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
         stack.callback(checkpoints.close)
 
-        store = OrbaxStore(folder.weights) if config.engine.own_process else MemoryStore()
-        starting = asyncio.create_task(
-            start_engines(
-                config.engine,
-                config.policy,
-                EngineShape(
-                    vocab_size,
-                    tokenizer.eos_ids,
-                    context=config.context(),
-                    prefill_width=config.sampling.max_prompt_tokens,
-                ),
-                store,
-                workdir=folder.path,
-            )
+        store = build_store(config, folder.weights)
+        shape = EngineShape(
+            vocab_size,
+            tokenizer.eos_ids,
+            context=config.context(),
+            prefill_width=config.sampling.max_prompt_tokens,
         )
+        starting = asyncio.create_task(start_all(config, shape, store, folder.path))
         stack.push_async_callback(close_engines, starting)
         learner, saved = await asyncio.to_thread(
             build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, task.pretrained
@@ -192,6 +185,7 @@ async def _run(task: Task, folder: Workdir) -> int:
                 store,
                 items=config.eval.items,
                 max_prompt_tokens=config.sampling.max_prompt_tokens,
+                shares_engine=engines["eval"] is engines["train"],
             ),
             sink=sink,
             events=folder.event,

@@ -18,7 +18,10 @@ from jax.sharding import Mesh
 from telescope_jax.chat import Tokenizer
 from telescope_jax.config import Config
 from telescope_jax.envs.registry import make_env
-from telescope_jax.interfaces import Environment
+from telescope_jax.inference.embedded import EngineShape
+from telescope_jax.inference.engine_client import start_engines
+from telescope_jax.inference.vllm_pools import check_can_start, start_pools
+from telescope_jax.interfaces import Engine, EngineError, Environment
 from telescope_jax.learner.checkpoint import Checkpoints, Restored
 from telescope_jax.learner.learner import Learner
 from telescope_jax.learner.settings import loss_settings
@@ -29,6 +32,9 @@ from telescope_jax.scoring.reward_pool import RewardPool
 from telescope_jax.sharding import make_mesh
 from telescope_jax.types import Params, SamplingParams, Uid
 from telescope_jax.weights import hf_files
+from telescope_jax.weights.hf_config import hf_config_of
+from telescope_jax.weights.hf_layout import from_hf, to_hf
+from telescope_jax.weights.store import MemoryStore, OrbaxStore
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +76,10 @@ def build_task(config: Config) -> Task:
             preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
         )
         env = build_env(config, tokenizer, rewards)
+        if config.engine.kind == "vllm":
+            check_can_start(config.engine)
         return Task(config, tokenizer, pretrained, rewards, env, make_mesh(config.mesh))
-    except (StartError, ValueError) as error:
+    except (StartError, EngineError, ValueError) as error:
         raise SetupError(str(error)) from error
 
 
@@ -107,6 +115,32 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
             f"{config.warm_start.steps} needs; set warm_start.steps to 0"
         )
     return env
+
+
+def build_store(config: Config, folder: Path) -> OrbaxStore | MemoryStore:
+    """Where engines find versions: under Hugging Face names for vLLM, in memory for an engine that
+    shares it."""
+    if config.engine.kind == "vllm":
+        return OrbaxStore(folder, config.policy.compute_dtype, to_served=to_hf, from_served=from_hf)
+    return OrbaxStore(folder) if config.engine.own_process else MemoryStore()
+
+
+async def start_all(
+    config: Config, shape: EngineShape, store: OrbaxStore | MemoryStore, workdir: Path
+) -> dict[str, Engine]:
+    """The engines "train" and "eval", which may be the same one."""
+    if config.engine.kind == "jax":
+        return await start_engines(config.engine, config.policy, shape, store, workdir=workdir)
+    return await start_pools(
+        config.engine,
+        config.placement,
+        config.policy,
+        shape,
+        store,
+        workdir=workdir,
+        eval_servers=config.eval.servers,
+        hf_config=hf_config_of(config.policy, shape.vocab_size, shape.context),
+    )
 
 
 def build_or_restore(

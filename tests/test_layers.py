@@ -45,6 +45,8 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.learner", PART, "learner"),
     ("telescope_jax.weights", PART, "store"),
     ("telescope_jax.inference", PART, "inference"),
+    # Runs in vLLM's processes, where it is what main is in ours.
+    ("telescope_jax.inference.vllm_plugin", COMMAND, "vllm_plugin"),
     ("telescope_jax.evals", PART, "evals"),
     ("telescope_jax.metrics", PART, "metrics"),
     ("telescope_jax.console", PART, "metrics"),
