@@ -5,8 +5,8 @@
     python experiments/launch/smollm2.py --config.sampling.max_tokens=64 --config.batch.seq_len=192
 
 `What is 46 + 29?`; the reward is 1 when the last integer of the answer is right and the answer
-ended within the budget of tokens. With 16 tokens the policy first learns to be brief, so look at the
-64-token budget as well before saying that it learned to add.
+ended within the budget of tokens. With 16 tokens the policy first learns to be brief, so look at
+the 64-token budget as well before saying that it learned to add.
 
 Full parameters in float32 on CPU, AdamW, GRPO without the division by the deviation, trainer and
 engine in one process, so that the weights are there once.
