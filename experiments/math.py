@@ -1,14 +1,19 @@
-"""Four-digit sums from reward alone: the main job.
+"""Sums of four digits from reward alone: the main job.
 
-    ./run.sh                                      # this config, about two minutes on 2 CPU cores
-    python -m telescope_jax.main --config=experiments/math.py:tiny    # seconds; a smoke test
+    ./run.sh                                      # this config, two to three minutes on 2 CPU cores
+    ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
-A 0.5M-parameter decoder learns the answer format and a little adding from 200 supervised steps
-(`warm_start`), then GRPO with truncated importance sampling goes on from reward alone, on prompts
-whose numbers never appear in the held-out set in any order.
+A 0.5M-parameter decoder learns the answer format and a little adding from 300 supervised steps
+(`warm_start`). From there policy gradients with truncated importance sampling go on from reward
+alone, one step ahead of the weights, on prompts whose numbers never appear in the held-out set in
+any order.
 
-`max_async_rollout` is 1 here and not the default 2: two steps ahead need about twice the steps, and
-the run is short.
+What one should see, on 1,024 held-out sums: greedy accuracy from about 0.5 to 0.95, sampled
+accuracy from about 0.45 to 0.8, every batch one weight update old, nothing truncated. It shows that
+RL learns from reward alone, not that it beats more supervision.
+
+`max_async_rollout` is 1 here and not the default 2: two steps ahead need about twice the steps.
+Source of the advantage r − mean: Liu et al., "Understanding R1-Zero-Like Training" (2025).
 """
 
 from telescope_jax.config import Config
@@ -17,17 +22,17 @@ from telescope_jax.config import Config
 def get_config(arg: str = "") -> Config:
     """`arg`: "" is the main job, "tiny" the same path in a few seconds."""
     config = Config()
-    config.number_of_steps = 120
+    config.number_of_steps = 180
     config.groups_per_batch = 32
     config.group_size = 8
     config.algorithm = "dr_grpo"
     config.max_async_rollout = 1
-    config.eval_every = 30
+    config.eval_every = 45
 
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
 
-    config.warm_start.steps = 200
+    config.warm_start.steps = 300
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
@@ -35,7 +40,7 @@ def get_config(arg: str = "") -> Config:
     config.optimizer.final_fraction = 0.05
 
     config.batch.seq_len = 128
-    config.batch.rows_per_microbatch = 4
+    config.batch.rows_per_microbatch = 2  # small, so that few rows are padding
 
     if arg == "tiny":
         config.number_of_steps = 4

@@ -252,6 +252,12 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True)
+class LogConfig:
+    rollouts_every: int = 10
+    """Steps between tables of trained rollouts, rollouts/step_*.parquet; 0 = none."""
+
+
+@dataclass(slots=True)
 class Config:
     seed: int = 0
     """Decides initial weights, prompt order and every sample."""
@@ -290,6 +296,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def advantages(self) -> str:
         """The advantage estimator in force."""
@@ -305,6 +312,23 @@ class Config:
         """Most tokens of an episode, prompt included."""
         one_turn = self.sampling.max_prompt_tokens + self.sampling.max_tokens
         return self.sampling.max_episode_tokens or one_turn
+
+    def warnings(self) -> list[str]:
+        """What is allowed and probably not meant, for the start of the log."""
+        ahead, off_policy = self.max_async_rollout, self.max_off_policy_steps
+        found = []
+        if 0 <= off_policy < ahead:
+            found.append(
+                f"max_off_policy_steps={off_policy} is below max_async_rollout={ahead}: inference "
+                f"runs {off_policy} steps ahead, since what starts earlier would be dropped"
+            )
+        if 1 < self.group_size < 4:
+            found.append(
+                f"group_size={self.group_size}: at a binary reward of mean p, a share of "
+                f"p^{self.group_size} + (1 − p)^{self.group_size} of the groups has no signal "
+                "(rollout/no_signal_fraction); a flat curve may mean only that"
+            )
+        return found
 
     def check(self) -> None:
         """Every rule that joins fields, or bounds one.
@@ -358,6 +382,7 @@ class Config:
             "eval.items": (self.eval.items, 1),
             "warm_start.steps": (self.warm_start.steps, 0),
             "warm_start.batch_size": (self.warm_start.batch_size, 1),
+            "log.rollouts_every": (self.log.rollouts_every, 0),
             "checkpoint.every": (self.checkpoint.every, 0),
             "checkpoint.keep_last": (self.checkpoint.keep_last, 1),
         }

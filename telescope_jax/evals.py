@@ -51,10 +51,11 @@ class HeldOutEvaluator:
       episode: a fresh episode on `engine`, at temperature 0 or at that of training.
       engine: one of its own holds a version while training goes on; when it is the training engine
         (`shares_engine`), the orchestrator keeps it at the version.
+      max_prompt_tokens: longer prompts are left out, with a warning.
       max_attempts: tries at an episode before it is left out.
 
     Raises:
-      ValueError: the environment has fewer held-out prompts than `items`.
+      ValueError: the environment has fewer held-out prompts than `items`, or all are too long.
     """
 
     def __init__(
@@ -65,13 +66,25 @@ class HeldOutEvaluator:
         store: WeightStore,
         *,
         items: int,
+        max_prompt_tokens: int,
         shares_engine: bool = False,
         max_attempts: int = 3,
     ) -> None:
         self._env, self._episode, self._engine, self._store = env, episode, engine, store
         self.shares_engine = shares_engine
         self._max_attempts = max_attempts
-        self._prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
+        prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
+        self._prompts = [p for p in prompts if len(p.tokens) <= max_prompt_tokens]
+        if len(self._prompts) < items:
+            shortest = min(len(prompt.tokens) for prompt in prompts)
+            message = (
+                f"{items - len(self._prompts)} of {items} held-out prompts of {env.name} are "
+                f"longer than sampling.max_prompt_tokens={max_prompt_tokens} (the shortest has "
+                f"{shortest})"
+            )
+            if not self._prompts:
+                raise ValueError(f"{message}; raise it")
+            log.warning("%s; they are left out of the evals", message)
 
     async def evaluate(self, version: int, params: Params) -> Mapping[str, float]:
         """`eval/<env>/…` of `version`.

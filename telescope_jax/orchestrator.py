@@ -54,6 +54,10 @@ class Checkpointer(Protocol):
     ) -> None: ...
 
 
+OnBatch = Callable[[int, Sequence[Group]], None]
+"""Called with (step, groups) before a batch is trained; see rollouts/table.py."""
+
+
 class WatchdogError(RuntimeError):
     """Nothing became trainable for too long; the message names what waits on what."""
 
@@ -126,6 +130,7 @@ class Orchestrator:
         sink: MetricSink,
         events: Events,
         checkpointer: Checkpointer | None = None,
+        on_batch: OnBatch | None = None,
     ) -> None:
         self._schedule = schedule
         self._attempts = attempts
@@ -140,6 +145,7 @@ class Orchestrator:
         self._sink = sink
         self._events = events
         self._checkpointer = checkpointer
+        self._on_batch = on_batch
 
         self.trainer_step = trainer.step
         self._newest: tuple[int, Params] = (trainer.step, trainer.params)
@@ -256,6 +262,8 @@ class Orchestrator:
                 return
             waited = self._now() - started
             assembled = self._batches[0]
+            if self._on_batch:
+                self._on_batch(self.trainer_step, [m.group for m in assembled.members])
             self._busy["trainer"] = (f"update of step {self.trainer_step}", self._now())
             stats = await self._trainer.update(assembled.batch.minibatches)
             del self._busy["trainer"]

@@ -74,7 +74,7 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
 def _reward(axes: Axes, lines: Sequence[Line]) -> None:
     steps, rewards = metrics.series(lines, "rollout/reward")
     window = max(1, len(steps) // 12)
-    title = "Reward of the trained rollouts" + (f", mean of {window} steps" if window > 1 else "")
+    title = "Reward of all finished rollouts" + (f", mean of {window} steps" if window > 1 else "")
     axes.set_title(title, loc="left", color=INK, fontsize=10)
     if not steps:
         return _nothing(axes)

@@ -1,8 +1,8 @@
 """One run from a checked config: makes the parts, joins them, and ends as it should.
 
-The order matters. What can refuse the run (policy.checkpoint, workdir, environment, mesh) comes
-before what costs (warm start, engine start-up, compilation), and a checkpoint of the run decides
-whether there is a warm start at all. The engine starts while the warm start trains.
+The order matters. What can refuse the run (workdir, environment, mesh) comes before what costs
+(warm start, engine start-up, compilation), and a checkpoint decides whether there is a warm start
+at all. The engine starts while the warm start trains.
 
 Exit codes: 0 finished; 130 Ctrl-C and 143 SIGTERM (or `checkpoint.resume_exit_code`), both after a
 checkpoint; 2 refused before any work; 3 nothing to learn from (NoSignalError); 1 any other failure,
@@ -10,50 +10,47 @@ told in one line with the traceback in the log. A second signal exits at once.
 """
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.chat import Tokenizer
 from telescope_jax.config import Config
 from telescope_jax.console import Console, summary
-from telescope_jax.envs.registry import make_env
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
-from telescope_jax.interfaces import Engine, Environment
-from telescope_jax.learner.checkpoint import Checkpoints, Restored
-from telescope_jax.learner.learner import Learner
-from telescope_jax.learner.settings import loss_settings
-from telescope_jax.learner.warm_start import Solution, warm_start
+from telescope_jax.interfaces import Engine
+from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
-from telescope_jax.pretrained import StartError, open_start
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.archive import pack_groups, unpack_groups
-from telescope_jax.rollouts.episode import Episode, EpisodeSettings
-from telescope_jax.scoring.reward_pool import RewardPool
-from telescope_jax.sharding import make_mesh, table
+from telescope_jax.rollouts.episode import Episode
+from telescope_jax.rollouts.table import RolloutTables
+from telescope_jax.setup import (
+    SetupError,
+    Task,
+    build_or_restore,
+    build_task,
+    episode_settings,
+    refuse_foreign_kernels_package,
+    use_compilation_cache,
+)
+from telescope_jax.sharding import table
 from telescope_jax.staleness import AsyncBound
-from telescope_jax.types import Group, Params, Prompt, SamplingParams, Uid
-from telescope_jax.weights import hf_files
+from telescope_jax.types import Group, Prompt
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir, WorkdirError
 
@@ -63,30 +60,31 @@ PROMPTS_AHEAD = 64
 NO_SIGNAL_EXIT_CODE = 3
 
 
-class SetupError(RuntimeError):
-    """This machine cannot run it as it is set up; the message says what to change."""
-
-
 def run(config: Config, config_file: str, workdir: str) -> int:
     """Runs to the end, or to a signal. Returns the exit code."""
     try:
         refuse_foreign_kernels_package()
-        config, tokenizer, checkpoint = open_start(config)
-        folder = Workdir.open(workdir or default_workdir(config_file), config, config_file)
-    except (WorkdirError, SetupError, StartError) as error:
+        task = build_task(config)
+        folder = Workdir.open(workdir or default_workdir(config_file), task.config, config_file)
+    except (WorkdirError, SetupError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
         return 2
     use_compilation_cache()
     code = 1
     with folder.logging():
+        for warning in config.warnings():
+            log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(config, folder, tokenizer, checkpoint))
+            code = asyncio.run(_run(task, folder))
         except SetupError as error:
             log.error("%s", error)
             code = 2
         except NoSignalError as error:
             log.error("%s", error)
             code = NO_SIGNAL_EXIT_CODE
+        except KeyboardInterrupt:
+            log.error("interrupted before the first step; nothing to save")
+            code = 130
         except Exception as error:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
@@ -95,21 +93,12 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     return code
 
 
-async def _run(
-    config: Config, folder: Workdir, tokenizer: Tokenizer, checkpoint: Path | None
-) -> int:
+async def _run(task: Task, folder: Workdir) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
+    config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
-        rewards = RewardPool(
-            workers=config.env.reward_workers,
-            timeout_s=config.env.reward_timeout_s,
-            memory_bytes=config.env.reward_memory_mb << 20,
-            preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
-        )
-        stack.push_async_callback(rewards.close)
-        env = build_env(config, tokenizer, rewards)
+        stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-        mesh = build_mesh(config)
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
         stack.callback(checkpoints.close)
 
@@ -130,7 +119,7 @@ async def _run(
         )
         stack.push_async_callback(close_engines, starting)
         learner, saved = await asyncio.to_thread(
-            build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, checkpoint
+            build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, task.pretrained
         )
         stack.callback(learner.close)
         engines = await starting
@@ -197,11 +186,19 @@ async def _run(
             trainer=learner,
             store=store,
             evaluator=HeldOutEvaluator(
-                env, eval_episode, engines["eval"], store, items=config.eval.items
+                env,
+                eval_episode,
+                engines["eval"],
+                store,
+                items=config.eval.items,
+                max_prompt_tokens=config.sampling.max_prompt_tokens,
             ),
             sink=sink,
             events=folder.event,
             checkpointer=RunCheckpoints(checkpoints),
+            on_batch=RolloutTables(
+                folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
+            ).write,
         )
         console.start(
             config="\n".join(config_tree.overrides(config)),
@@ -269,132 +266,6 @@ class Signals:
         asyncio.get_running_loop().call_later(self._grace_s, os._exit, code)
 
 
-def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Environment:
-    """The environment by its name.
-
-    Raises:
-      SetupError: it does not exist, cannot be made so, or has no solutions to start warm from.
-    """
-    options = dict(config.env.options)
-    if config.env.name == "sums":
-        options = {"terms": config.env.terms, "digits": config.env.digits} | options
-    try:
-        env = make_env(
-            config.env.name,
-            tokenizer=tokenizer,
-            seed=config.env.seed,
-            rewards=rewards,
-            options=options,
-        )
-        env.prompt(Uid(0, config.eval.items - 1), split="eval")
-    except ValueError as error:
-        raise SetupError(str(error)) from error
-    if config.warm_start.steps and not hasattr(env, "solution"):
-        raise SetupError(
-            f"env.name={config.env.name} has no solutions, which warm_start.steps="
-            f"{config.warm_start.steps} needs; set warm_start.steps to 0"
-        )
-    return env
-
-
-def build_mesh(config: Config) -> Mesh:
-    """The trainer's mesh; SetupError if there are too few devices."""
-    try:
-        return make_mesh(config.mesh)
-    except ValueError as error:
-        raise SetupError(str(error)) from error
-
-
-def build_or_restore(
-    config: Config,
-    env: Environment,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    mesh: Mesh,
-    checkpoints: Checkpoints,
-    checkpoint: Path | None,
-) -> tuple[Learner, Restored | None]:
-    """The trainer as of the newest checkpoint, or at version 0.
-
-    Raises:
-      SetupError: there are checkpoints, and not one of them can be read.
-    """
-    if not checkpoints.steps():
-        if checkpoint is not None:
-            params = hf_files.load(checkpoint, config.policy)
-        else:
-            params = first_params(config, env, tokenizer, vocab_size, mesh)
-        return build_learner(config, vocab_size, mesh, params), None
-    learner = build_learner(config, vocab_size, mesh, None)
-    saved = checkpoints.restore(learner.save_structure())
-    if saved is None:
-        raise SetupError(
-            f"none of the checkpoints of steps {checkpoints.steps()} can be read; move them away "
-            "to start over, or choose another --workdir"
-        )
-    learner.restore(saved.state)
-    log.info("resumed from step %d", learner.step)
-    return learner, saved
-
-
-def first_params(
-    config: Config, env: Environment, tokenizer: Tokenizer, vocab_size: int, mesh: Mesh
-) -> Params | None:
-    """Version 0: the warm start on solutions of training prompts; None is random weights."""
-    if not config.warm_start.steps:
-        return None
-    return warm_start(
-        config.policy,
-        vocab_size,
-        mesh,
-        config.warm_start,
-        solutions(env, tokenizer),
-        seed=config.seed,
-        seq_len=config.batch.seq_len,
-        optimizer=config.optimizer,
-    )
-
-
-def solutions(env: Environment, tokenizer: Tokenizer) -> Iterator[Solution]:
-    """Prompt, solution and end of every training prompt in turn; only what follows the prompt is
-    learned."""
-    for index in range(len(env)):
-        prompt = env.prompt(Uid(0, index))
-        answer = [*tokenizer.encode(env.solution(prompt)), tokenizer.eos_ids[0]]  # type: ignore[attr-defined]
-        tokens = np.concatenate([prompt.tokens, np.asarray(answer, np.int32)])
-        yield tokens, np.arange(len(tokens)) >= len(prompt.tokens)
-
-
-def build_learner(config: Config, vocab_size: int, mesh: Mesh, params: Params | None) -> Learner:
-    """The trainer at version 0, from `params` or from random ones."""
-    return Learner(
-        config.policy,
-        vocab_size,
-        mesh,
-        loss=loss_settings(config),
-        optimizer=config.optimizer,
-        number_of_steps=config.number_of_steps,
-        rows_per_microbatch=config.batch.rows_per_microbatch,
-        temperature=config.sampling.temperature,
-        minibatches=config.batch.minibatches,
-        old_logprobs=config.loss.old_logprobs,
-        params=params,
-        seed=config.seed,
-    )
-
-
-def episode_settings(config: Config) -> EpisodeSettings:
-    """Settings of the training episodes."""
-    return EpisodeSettings(
-        SamplingParams(
-            max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature
-        ),
-        context=config.context(),
-        timeout_s=config.engine.request_timeout_s,
-        run_seed=config.seed,
-    )
-
-
 async def close_engines(starting: asyncio.Task[dict[str, Engine]]) -> None:
     """Closes the engines, also when the run failed while they were starting."""
     if not starting.done():
@@ -405,31 +276,6 @@ async def close_engines(starting: asyncio.Task[dict[str, Engine]]) -> None:
         return  # whoever awaited the start has the error
     for engine in engines.values():
         await engine.close()
-
-
-def refuse_foreign_kernels_package() -> None:
-    """Hugging Face's PyPI package `kernels` has the name of our folder: with both, importing
-    transformers' models fails.
-
-    Raises:
-      SetupError: it is installed.
-    """
-    try:
-        importlib.metadata.distribution("kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    raise SetupError(
-        "the PyPI package `kernels` is installed and has the same name as this project's folder "
-        "kernels/; remove it: pip uninstall kernels"
-    )
-
-
-def use_compilation_cache() -> None:
-    """Keeps every compiled function on disk, for the engine's process and the next run."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "telescope_jax" / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def default_workdir(config_file: str) -> str:

@@ -92,14 +92,16 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     return placed
 
 
-def constrain(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
-    """`f(x, kind)` that pins an activation to its row of ACTIVATIONS.
+def constrain(mesh: Mesh | None) -> Callable[[jax.Array, str], jax.Array]:
+    """`f(x, kind)` that pins an activation to its row of ACTIVATIONS; without a mesh, to nothing.
 
     Without these pins the compiler picks layouts of its own at the seams between data, fsdp and
     tensor, and then has to replicate whole arrays ("involuntary full rematerialization").
     """
 
     def pin(x: jax.Array, kind: str) -> jax.Array:
+        if mesh is None:
+            return x
         spec = _divisible(ACTIVATIONS[kind], x.shape, mesh)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

@@ -1,6 +1,6 @@
 """The folder of a run: files first, so that a crash loses at most one flush.
 
-    run.json config.json lock metrics/*.jsonl events/*.jsonl evals/ checkpoints/ weights/ logs/
+    run.json config.json lock metrics/ events/ rollouts/ checkpoints/ weights/ logs/
 
 A folder that holds a run is resumed, by one process at a time, with a configuration that still
 describes the same run.
@@ -116,6 +116,8 @@ class Workdir:
     def logging(self) -> Iterator[None]:
         """Sends every log line to logs/main.log, and from INFO on to the terminal."""
         root = logging.getLogger()
+        for to_terminal in root.handlers:
+            to_terminal.setLevel(logging.INFO)
         to_file = logging.FileHandler(self.log_file)
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         to_file.setLevel(logging.DEBUG)

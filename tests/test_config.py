@@ -122,3 +122,14 @@ def test_every_broken_rule_is_in_one_message():
     lines = problems_of(config)
     for words in ("number_of_steps=0", "tis_cap=-1.0", "mesh.data=0", "policy.kv_heads=0"):
         assert any(words in line for line in lines)
+
+
+def test_what_is_probably_not_meant_is_said_and_allowed() -> None:
+    """CF-09, and DESIGN rule 3.1: the smaller of the two bounds sets the pace."""
+    config = Config()
+    assert config.warnings() == []
+    config.max_off_policy_steps, config.max_async_rollout, config.group_size = 1, 3, 2
+    config.check()
+    pace, signal = config.warnings()
+    assert "max_off_policy_steps=1 is below max_async_rollout=3" in pace
+    assert "group_size=2" in signal and "p^2 + (1 − p)^2" in signal

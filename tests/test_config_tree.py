@@ -32,6 +32,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.none() | values(inner).filter(lambda v: str(v).lower() != "none")
     if hint is float:
         return st.floats(allow_nan=False, allow_infinity=False)
+    if hint is Any:  # an environment's option
+        return st.integers(-9, 9) | st.booleans() | st.text(st.characters(codec="ascii"))
     return {
         int: st.integers(-(10**29), 10**29),
         bool: st.booleans(),

@@ -37,7 +37,7 @@ class GreedyEngine(ScriptedEngine):
         return completion
 
 
-def build(engine: GreedyEngine, rng: random.Random, items: int) -> HeldOutEvaluator:
+def build(engine: GreedyEngine, rng: random.Random, items: int, limit: int = 8) -> HeldOutEvaluator:
     sampled = EpisodeSettings(SamplingParams(max_tokens=4), 16, 60.0, 0)
     greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
 
@@ -45,7 +45,9 @@ def build(engine: GreedyEngine, rng: random.Random, items: int) -> HeldOutEvalua
         settings = {"greedy": greedy, "sampled": sampled}[kind]
         return Episode(engine, ScriptedTokenizer(), prompt, attempt, 0, settings, purpose=kind)
 
-    return HeldOutEvaluator(GreedyIsRight(rng), episode, engine, ScriptedStore(), items=items)
+    return HeldOutEvaluator(
+        GreedyIsRight(rng), episode, engine, ScriptedStore(), items=items, max_prompt_tokens=limit
+    )
 
 
 def evaluate(failures: int, items: int = 5) -> dict[str, float]:
@@ -83,3 +85,9 @@ def test_evals_run_side_by_side() -> None:
     evaluator = build(engine, rng, items=40)
     _, took = run_virtual(asyncio.wait_for(evaluator.evaluate(0, 0), 10))
     assert took < 2 and engine.most_running == 80
+
+
+def test_held_out_prompts_that_are_all_too_long_are_refused_with_both_numbers() -> None:
+    rng = random.Random(0)
+    with pytest.raises(ValueError, match=r"3 of 3 .*max_prompt_tokens=1 \(the shortest has 2\)"):
+        build(GreedyEngine(rng, lambda r: 1.0), rng, items=3, limit=1)

@@ -56,6 +56,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.workdir", PART, "workdir"),
     ("telescope_jax.main", COMMAND, "main"),
     ("telescope_jax.run", COMMAND, "main"),
+    ("telescope_jax.setup", COMMAND, "main"),
     ("telescope_jax.pretrained", COMMAND, "main"),
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),

@@ -23,7 +23,7 @@ from telescope_jax.learner.loss import Denominators, LossSettings, finish
 from telescope_jax.learner.optimizer import learning_rate
 from telescope_jax.learner.step import Step, UpdateReport
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import constrain, path_name, place_rows
+from telescope_jax.sharding import path_name, place_rows
 from telescope_jax.types import LossStats, PackedBatch, Params, TrainState
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Learner:
           ValueError: a parameter without a sharding rule, or `params` of another structure.
         """
         self.mesh = mesh
-        self.decoder = Decoder(policy, vocab_size, constrain=constrain(mesh))
+        self.decoder = Decoder(policy, vocab_size, mesh=mesh)
         self._everywhere = NamedSharding(mesh, P())
         self._optimizer, self._number_of_steps = optimizer, number_of_steps
         self._rows, self._needs_old = rows_per_microbatch, old_logprobs and minibatches > 1

@@ -20,11 +20,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from telescope_jax.config import PolicyConfig
-from telescope_jax.model.layers import Block, Constrain, KvCache, Rotary, Stack
+from telescope_jax.model.layers import Block, KvCache, Rotary, Stack
 from telescope_jax.model.rope import YarnScaling, inverse_frequencies, scaling_of
+from telescope_jax.sharding import constrain
 from telescope_jax.types import Params
 
 
@@ -39,14 +41,15 @@ class Decoder:
         config: PolicyConfig,
         vocab_size: int,
         *,
-        constrain: Constrain | None = None,
+        mesh: Mesh | None = None,
     ):
         """
         Args:
           config: sizes and numerics; `config.vocab_size`, if set, is V.
           vocab_size: the tokenizer's, V where the config leaves it at 0. V may be larger: the rows
             beyond are ordinary parameters that no text uses.
-          constrain: pins the sharding of activations; None leaves it to the compiler.
+          mesh: where parameters and rows are split as sharding.py says; None says nothing of
+            placement, for one device or a layout of the caller's.
 
         Raises:
           ValueError: the config's vocabulary is smaller than the tokenizer's, or its rope settings
@@ -62,9 +65,9 @@ class Decoder:
         scaling = scaling_of(config.rope_scaling)
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, scaling)
         magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
-        self._constrain = constrain or (lambda x, kind: x)
+        self.mesh, self._constrain = mesh, constrain(mesh)
         self._build = functools.partial(
-            Stack, config, self.vocab_size, Rotary(tuple(frequencies), magnitude), self._constrain
+            Stack, config, self.vocab_size, Rotary(tuple(frequencies), magnitude), mesh
         )
         stack = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
         self._graph, _ = nnx.split(stack)

@@ -3,25 +3,24 @@
 One stack covers three families: Llama; Qwen2, whose q, k and v carry biases; Qwen3, whose q and k
 pass an RMSNorm a head before the rotation. Everything else that differs is a size.
 
-The modules name the kinds of activations ("residual", "heads", "mlp") and hand them to `constrain`,
-so that the model knows no mesh.
+On a mesh, activations are pinned to the layouts of sharding.py by their kind ("residual", "heads",
+"mlp") and attention runs on each device's own rows and heads. Without a mesh the modules say
+nothing of placement, which is what an engine wants.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.api import attention
+from kernels.attention.api import attention, sharded_attention
 from telescope_jax.config import PolicyConfig
 from telescope_jax.model.rope import rotate
-
-Constrain = Callable[[jax.Array, str], jax.Array]
-"""`constrain(x, kind)` pins the sharding of an activation of that kind; see sharding.py."""
+from telescope_jax.sharding import ROWS, constrain
 
 KvCache = tuple[
     Float[Array, "layers slots context kv_heads head_dim"],
@@ -54,12 +53,12 @@ class Projection(nnx.Linear):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
-    def __init__(self, config: PolicyConfig, rotary: Rotary, constrain: Constrain, rngs: nnx.Rngs):
+    def __init__(self, config: PolicyConfig, rotary: Rotary, mesh: Mesh | None, rngs: nnx.Rngs):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_dim = config.head_dim
         self.implementation = None if config.attention == "auto" else config.attention
         self.rotary = rotary
-        self.constrain = constrain
+        self.mesh, self.constrain = mesh, constrain(mesh)
         biased = config.family == "qwen2"
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.q = _linear(config.width, queries, config, rngs, bias=biased)
@@ -91,8 +90,19 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], jax.Array, jax.Array]:
         """Causal attention inside each segment; also the keys and values [B T kv_heads K]."""
         q, k, v = (self.constrain(part, "heads") for part in self.project(x, positions))
-        mixed = attention(q, k, v, segments=segments, implementation=self.implementation)
-        mixed = self.constrain(mixed, "heads")
+        if self.mesh is None or self.mesh.size == 1:
+            mixed = attention(q, k, v, segments=segments, implementation=self.implementation)
+        else:
+            mixed = sharded_attention(
+                q,
+                k,
+                v,
+                segments=segments,
+                mesh=self.mesh,
+                row_axes=ROWS,
+                head_axes=("tensor",),
+                implementation=self.implementation,
+            )
         return self.o(mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)), k, v
 
     def cached(
@@ -118,8 +128,8 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): down(silu(gate x) · up x)."""
 
-    def __init__(self, config: PolicyConfig, constrain: Constrain, rngs: nnx.Rngs):
-        self.constrain = constrain
+    def __init__(self, config: PolicyConfig, mesh: Mesh | None, rngs: nnx.Rngs):
+        self.constrain = constrain(mesh)
         self.gate = _linear(config.width, config.mlp_width, config, rngs)
         self.up = _linear(config.width, config.mlp_width, config, rngs)
         self.down = _linear(config.mlp_width, config.width, config, rngs, residual=True)
@@ -132,12 +142,12 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: PolicyConfig, rotary: Rotary, constrain: Constrain, rngs: nnx.Rngs):
-        self.constrain = constrain
+    def __init__(self, config: PolicyConfig, rotary: Rotary, mesh: Mesh | None, rngs: nnx.Rngs):
+        self.constrain = constrain(mesh)
         self.attention_norm = _norm(config.width, config, rngs)
-        self.attention = Attention(config, rotary, constrain, rngs)
+        self.attention = Attention(config, rotary, mesh, rngs)
         self.mlp_norm = _norm(config.width, config, rngs)
-        self.mlp = Mlp(config, constrain, rngs)
+        self.mlp = Mlp(config, mesh, rngs)
 
     def packed(
         self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], positions: Int[Array, "B T"]
@@ -162,7 +172,7 @@ class Stack(nnx.Module):
         config: PolicyConfig,
         vocab_size: int,
         rotary: Rotary,
-        constrain: Constrain,
+        mesh: Mesh | None,
         rngs: nnx.Rngs,
     ):
         self.embed = nnx.Embed(
@@ -172,10 +182,8 @@ class Stack(nnx.Module):
             embedding_init=nnx.initializers.normal(0.02),
             rngs=rngs,
         )
-        self.layers = nnx.List(
-            [Block(config, rotary, constrain, rngs) for _ in range(config.layers)]
-        )
-        self.constrain = constrain
+        self.layers = nnx.List([Block(config, rotary, mesh, rngs) for _ in range(config.layers)])
+        self.constrain = constrain(mesh)
         self.final_norm = _norm(config.width, config, rngs)
         if not config.tied_embeddings:
             self.unembed = _linear(config.width, vocab_size, config, rngs)

@@ -4,11 +4,15 @@ Index t of the result describes token t: it comes from the hidden state at t −
 a segment has no predecessor; its log-prob and entropy are 0, and no loss mask may cover it.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.logprob.api import token_logprobs
+from kernels.logprob.sharded import sharded_token_logprobs
 from telescope_jax.model.decoder import Decoder
+from telescope_jax.sharding import ROWS
 from telescope_jax.types import Params
 
 _IGNORE = -100
@@ -48,15 +52,31 @@ def logprobs(
     # The state at t scores token t + 1; the last state of a row scores nothing.
     next_targets = jnp.pad(targets, ((0, 0), (0, 1)), constant_values=_IGNORE)[:, 1:]
     name = decoder.config.logprob
-    scores = token_logprobs(
+    arguments = (
         hidden.reshape(-1, hidden.shape[-1]),
         unembed.astype(hidden.dtype),
         next_targets.reshape(-1),
-        unembed_layout=layout,
-        temperature=temperature,
-        ignore_index=_IGNORE,
-        implementation=None if name == "auto" else name,
     )
+    settings: dict[str, Any] = {
+        "unembed_layout": layout,
+        "temperature": temperature,
+        "ignore_index": _IGNORE,
+        "implementation": None if name == "auto" else name,
+    }
+    mesh = decoder.mesh
+    if mesh is None or mesh.size == 1:
+        scores = token_logprobs(*arguments, **settings)
+    else:
+        # The parameter is whole along an axis that does not divide it, and so is the work.
+        tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+        scores = sharded_token_logprobs(
+            *arguments,
+            mesh=mesh,
+            token_axes=ROWS,
+            vocabulary_axes=() if decoder.vocab_size % tensor else ("tensor",),
+            width_axes=() if decoder.config.width % fsdp else ("fsdp",),
+            **settings,
+        )
     return _forward_by_one(scores.logprob, tokens), _forward_by_one(scores.entropy, tokens)
 
 

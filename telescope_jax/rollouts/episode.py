@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from telescope_jax.chat import Tokenizer
-from telescope_jax.interfaces import Engine, EngineError, EnvError
+from telescope_jax.interfaces import Engine, EngineError, EnvError, PromptTooLong
 from telescope_jax.ledger import Attempt
 from telescope_jax.types import (
     Completion,
@@ -94,6 +94,7 @@ class Episode:
 
         Raises:
           EngineError: no answer in time, or one that is not whole.
+          PromptTooLong: there is no room for a first token.
         """
         extra = (
             self._tokenizer.encode(observation)
@@ -101,6 +102,11 @@ class Episode:
             else list(observation)
         )
         room = self._settings.context - len(self._tokens) - len(extra)
+        if room < 1 and not self._turns:
+            raise PromptTooLong(
+                f"a prompt of {len(self._tokens)} tokens leaves no room in a context of "
+                f"{self._settings.context}; raise sampling.max_prompt_tokens"
+            )
         if room < 1:
             self._stop = StopReason.TOO_LONG
             nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), self._stop)

@@ -4,7 +4,7 @@ Needs libtpu, which is large, so it is not installed by default. It finds what l
 block that does not fit VMEM, and what a kernel makes XLA copy around it.
 """
 
-import os
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,17 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 
 
 @pytest.fixture(params=TOPOLOGIES)
-def mesh(request, monkeypatch) -> Mesh:
+def mesh(request, monkeypatch) -> Iterator[Mesh]:
     """Four chips of a kind, as fsdp 2 and tensor 2."""
     # Else libtpu asks a metadata server that is not there which machine this is.
-    monkeypatch.setitem(os.environ, "TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[request.param])
     devices = np.array(topology.devices[:4]).reshape(1, 2, 2)
-    return Mesh(devices, ("data", "fsdp", "tensor"))
+    # A program for devices that are not here cannot be read back from the compilation cache.
+    enabled = jax.config.read("jax_enable_compilation_cache")
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield Mesh(devices, ("data", "fsdp", "tensor"))
+    jax.config.update("jax_enable_compilation_cache", enabled)
 
 
 def shaped(mesh: Mesh, shape, dtype, *spec) -> jax.ShapeDtypeStruct:
@@ -84,10 +88,10 @@ def test_logprob_kernels_compile_and_fit(mesh, width, vocabulary, dtype, record_
     )
     temporary = temporary_mib(compiled)
     record_property("temporary_mib", temporary)
-    # The gathered unembedding and its gradient before it is scattered; nothing like the logits,
-    # which would be 594 MiB at the first size.
+    # The unembedding gathered in each pass, its gradient, and a copy for the scatter; the logits of
+    # a device, 594 MiB at the first size, would come on top.
     share = vocabulary * width * jnp.dtype(dtype).itemsize / 2 / MIB
-    assert temporary < 2.5 * share + 64
+    assert temporary < 4.2 * share + 16
 
 
 @pytest.mark.deadline(600)

@@ -13,7 +13,7 @@ from telescope_jax.config import MeshConfig, OptimizerConfig
 from telescope_jax.learner.loss import Denominators, LossSettings
 from telescope_jax.learner.step import Step
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import constrain, make_mesh, place_rows
+from telescope_jax.sharding import make_mesh, place_rows
 from tests.learner.rows import POLICY, VOCAB, batches
 
 
@@ -22,8 +22,8 @@ def main() -> None:
     (batch,) = batches(12, 8)
     rows = place_rows(jax.tree.map(lambda x: x[:8], batch), mesh)
     totals = Denominators(*(np.float32(1) for _ in range(2)))  # type: ignore[arg-type]
-    for name, pins in (("constrained", constrain(mesh)), ("free", None)):
-        decoder = Decoder(POLICY, VOCAB, constrain=pins)
+    for name, pinned in (("constrained", mesh), ("free", None)):
+        decoder = Decoder(POLICY, VOCAB, mesh=pinned)
         step = Step(decoder, mesh, LossSettings(), OptimizerConfig(), temperature=1.0)
         shapes = jax.eval_shape(decoder.init, jax.random.key(0))
         params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

@@ -1,5 +1,6 @@
 """One update, compiled: the same on every mesh and every split, and harmless when not finite."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,30 +15,30 @@ from telescope_jax.config import MeshConfig, OptimizerConfig
 from telescope_jax.learner.loss import Denominators, LossSettings
 from telescope_jax.learner.step import Step, UpdateSums
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import constrain, make_mesh, place_rows
+from telescope_jax.sharding import make_mesh, place_rows
 from tests.learner.rows import POLICY, VOCAB, batches
 
 ROWS = 16
 MESHES = [(d, f, 8 // (d * f)) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0]
 
 
-def make_step(mesh, optimizer: OptimizerConfig | None = None) -> Step:
-    decoder = Decoder(POLICY, VOCAB, constrain=constrain(mesh))
+def make_step(mesh, optimizer: OptimizerConfig | None = None, policy=POLICY, vocab=VOCAB) -> Step:
+    decoder = Decoder(policy, vocab, mesh=mesh)
     return Step(decoder, mesh, LossSettings(), optimizer or OptimizerConfig(), temperature=0.7)
 
 
-def host_params():
+def host_params(policy=POLICY, vocab=VOCAB):
     """Drawn on the host: the test compares updates, not initialisations."""
-    shapes = jax.eval_shape(Decoder(POLICY, VOCAB).init, jax.random.key(0))
+    shapes = jax.eval_shape(Decoder(policy, vocab).init, jax.random.key(0))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: rng.normal(0.1, 0.3, x.shape).astype(np.float32), shapes)
 
 
-def update_sums(mesh_shape: tuple[int, int, int], rows_per_microbatch: int) -> UpdateSums:
+def update_sums(mesh_shape: tuple[int, int, int], rows_per_microbatch: int, **model) -> UpdateSums:
     """Loss and gradient of one fixed batch of 16 rows, before the optimizer."""
     mesh = make_mesh(MeshConfig(*mesh_shape))
-    step = make_step(mesh)
-    params = jax.device_put(host_params(), step.params_shardings)
+    step = make_step(mesh, **model)
+    params = jax.device_put(host_params(**model), step.params_shardings)
     (batch,) = batches(27, ROWS)
     assert batch.tokens.shape[0] == ROWS
     parts = [
@@ -72,6 +73,11 @@ def assert_same(found: UpdateSums, expected: UpdateSums) -> None:
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_every_mesh_of_8_devices_gives_the_gradient_of_one(mesh_shape, on_one_device):
     assert_same(update_sums(mesh_shape, 8), on_one_device)
+
+
+def test_an_untied_vocabulary_that_does_not_divide_gives_the_gradient_of_one():
+    model = {"policy": dataclasses.replace(POLICY, tied_embeddings=False), "vocab": VOCAB + 1}
+    assert_same(update_sums((2, 2, 2), 8, **model), update_sums((1, 1, 1), 8, **model))
 
 
 @pytest.mark.parametrize("rows_per_microbatch", [2, 16])

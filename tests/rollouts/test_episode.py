@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from telescope_jax.interfaces import EngineError, EnvError
+from telescope_jax.interfaces import EngineError, EnvError, PromptTooLong
 from telescope_jax.ledger import Attempt
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings, sample_seed
 from telescope_jax.types import (
@@ -136,6 +136,14 @@ def test_a_full_context_ends_the_episode_with_a_value_and_samples_nothing() -> N
     rollout = asyncio.run(play())
     assert script.asked[0][1].max_tokens == 5 and len(script.asked) == 1
     assert len(rollout.tokens) == 7 and rollout.stop is StopReason.TOO_LONG
+
+
+def test_a_prompt_that_leaves_no_room_at_all_is_refused_and_not_an_empty_answer() -> None:
+    """VL-03: filtered with a count; asking again cannot help."""
+    script = Script()
+    with pytest.raises(PromptTooLong, match="3 tokens leaves no room in a context of 3"):
+        asyncio.run(episode(script, context=3).sample())
+    assert not script.asked
 
 
 @pytest.mark.parametrize(

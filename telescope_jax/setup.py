@@ -1,0 +1,224 @@
+"""The parts of a run, made from a checked config: first what can refuse it, then what costs.
+
+`build_task` needs no folder and does no work. The builders below it are called in the order of
+run.py; each takes what it needs of the config and hands back one part.
+"""
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from telescope_jax.chat import Tokenizer
+from telescope_jax.config import Config
+from telescope_jax.envs.registry import make_env
+from telescope_jax.interfaces import Environment
+from telescope_jax.learner.checkpoint import Checkpoints, Restored
+from telescope_jax.learner.learner import Learner
+from telescope_jax.learner.settings import loss_settings
+from telescope_jax.learner.warm_start import Solution, warm_start
+from telescope_jax.pretrained import StartError, open_start
+from telescope_jax.rollouts.episode import EpisodeSettings
+from telescope_jax.scoring.reward_pool import RewardPool
+from telescope_jax.sharding import make_mesh
+from telescope_jax.types import Params, SamplingParams, Uid
+from telescope_jax.weights import hf_files
+
+log = logging.getLogger(__name__)
+
+
+class SetupError(RuntimeError):
+    """This machine cannot run it as it is set up; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What can refuse a configuration without a folder, and without work.
+
+    Attributes:
+      config: with the sizes of its pretrained model, if it names one.
+      pretrained: folder of that model.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    pretrained: Path | None
+    rewards: RewardPool
+    env: Environment
+    mesh: Mesh
+
+
+def build_task(config: Config) -> Task:
+    """Tokenizer, environment and mesh; workers start when they are needed.
+
+    Raises:
+      SetupError: the starting point cannot be used, the environment does not exist or cannot be
+        made so, or there are too few devices.
+    """
+    try:
+        config, tokenizer, pretrained = open_start(config)
+        rewards = RewardPool(
+            workers=config.env.reward_workers,
+            timeout_s=config.env.reward_timeout_s,
+            memory_bytes=config.env.reward_memory_mb << 20,
+            preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
+        )
+        env = build_env(config, tokenizer, rewards)
+        return Task(config, tokenizer, pretrained, rewards, env, make_mesh(config.mesh))
+    except (StartError, ValueError) as error:
+        raise SetupError(str(error)) from error
+
+
+def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Environment:
+    """The environment by its name.
+
+    Raises:
+      SetupError: it does not exist, cannot be made so, or has no solutions to start warm from.
+    """
+    options = dict(config.env.options)
+    if config.env.name == "sums":
+        options = {"terms": config.env.terms, "digits": config.env.digits} | options
+    try:
+        env = make_env(
+            config.env.name,
+            tokenizer=tokenizer,
+            seed=config.env.seed,
+            rewards=rewards,
+            options=options,
+        )
+        env.prompt(Uid(0, config.eval.items - 1), split="eval")
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+    lengths = [len(env.prompt(Uid(0, index)).tokens) for index in range(min(len(env), 16))]
+    if min(lengths) > config.sampling.max_prompt_tokens:
+        raise SetupError(
+            f"the first {len(lengths)} prompts of {env.name} have {min(lengths)} tokens or more "
+            f"and sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}; raise it"
+        )
+    if config.warm_start.steps and not hasattr(env, "solution"):
+        raise SetupError(
+            f"env.name={config.env.name} has no solutions, which warm_start.steps="
+            f"{config.warm_start.steps} needs; set warm_start.steps to 0"
+        )
+    return env
+
+
+def build_or_restore(
+    config: Config,
+    env: Environment,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+    pretrained: Path | None,
+) -> tuple[Learner, Restored | None]:
+    """The trainer as of the newest checkpoint, or at version 0.
+
+    Raises:
+      SetupError: there are checkpoints, and not one of them can be read.
+    """
+    if not checkpoints.steps():
+        if pretrained is not None:
+            params = hf_files.load(pretrained, config.policy)
+        else:
+            params = first_params(config, env, tokenizer, vocab_size, mesh)
+        return build_learner(config, vocab_size, mesh, params), None
+    learner = build_learner(config, vocab_size, mesh, None)
+    saved = checkpoints.restore(learner.save_structure())
+    if saved is None:
+        raise SetupError(
+            f"none of the checkpoints of steps {checkpoints.steps()} can be read; move them away "
+            "to start over, or choose another --workdir"
+        )
+    learner.restore(saved.state)
+    log.info("resumed from step %d", learner.step)
+    return learner, saved
+
+
+def first_params(
+    config: Config, env: Environment, tokenizer: Tokenizer, vocab_size: int, mesh: Mesh
+) -> Params | None:
+    """Version 0: the warm start on solutions of training prompts; None is random weights."""
+    if not config.warm_start.steps:
+        return None
+    return warm_start(
+        config.policy,
+        vocab_size,
+        mesh,
+        config.warm_start,
+        solutions(env, tokenizer),
+        seed=config.seed,
+        seq_len=config.batch.seq_len,
+        optimizer=config.optimizer,
+    )
+
+
+def solutions(env: Environment, tokenizer: Tokenizer) -> Iterator[Solution]:
+    """Prompt, solution and end of every training prompt in turn; only what follows the prompt is
+    learned."""
+    for index in range(len(env)):
+        prompt = env.prompt(Uid(0, index))
+        answer = [*tokenizer.encode(env.solution(prompt)), tokenizer.eos_ids[0]]  # type: ignore[attr-defined]
+        tokens = np.concatenate([prompt.tokens, np.asarray(answer, np.int32)])
+        yield tokens, np.arange(len(tokens)) >= len(prompt.tokens)
+
+
+def build_learner(config: Config, vocab_size: int, mesh: Mesh, params: Params | None) -> Learner:
+    """The trainer at version 0, from `params` or from random ones."""
+    return Learner(
+        config.policy,
+        vocab_size,
+        mesh,
+        loss=loss_settings(config),
+        optimizer=config.optimizer,
+        number_of_steps=config.number_of_steps,
+        rows_per_microbatch=config.batch.rows_per_microbatch,
+        temperature=config.sampling.temperature,
+        minibatches=config.batch.minibatches,
+        old_logprobs=config.loss.old_logprobs,
+        params=params,
+        seed=config.seed,
+    )
+
+
+def episode_settings(config: Config) -> EpisodeSettings:
+    """Settings of the training episodes."""
+    return EpisodeSettings(
+        SamplingParams(
+            max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature
+        ),
+        context=config.context(),
+        timeout_s=config.engine.request_timeout_s,
+        run_seed=config.seed,
+    )
+
+
+def refuse_foreign_kernels_package() -> None:
+    """Hugging Face's PyPI package `kernels` has the name of our folder: with both, importing
+    transformers' models fails.
+
+    Raises:
+      SetupError: it is installed.
+    """
+    try:
+        importlib.metadata.distribution("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise SetupError(
+        "the PyPI package `kernels` is installed and has the same name as this project's folder "
+        "kernels/; remove it: pip uninstall kernels"
+    )
+
+
+def use_compilation_cache() -> None:
+    """Keeps every compiled function on disk, for the engine's process and the next run."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "telescope_jax" / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
