@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 @dataclass(slots=True)
 class EnvConfig:
     name: str = "sums"
-    """`sums`, or `reasoning_gym:DATASET`."""
+    """`sums`, `gsm8k`, `reasoning_gym:DATASET`, or your own `package.module:Class`."""
     seed: int = 0
     """Seed of the procedural prompts; the run's `seed` shuffles, this one makes them."""
     terms: int = 4

@@ -22,6 +22,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CONTENT = "\ue000content\ue001"  # private use: no template and no data set holds it
 
 
@@ -118,18 +119,26 @@ class HfTokenizer:
 
 
 def _load(folder: Path) -> Any:
+    # Without its files, transformers 5 makes an empty tokenizer and says nothing.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise TokenizerError(
+            f"{folder} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there"
+        )
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ModuleNotFoundError:
         raise TokenizerError(
             "a checkpoint's tokenizer needs the extra hf: pip install -e '.[hf]'"
         ) from None
+    # tokenizer.json says everything; AutoTokenizer would import the model's own module as well, and
+    # with it torch and torchvision.
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
+        loaded = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers documents no errors of its own
         raise TokenizerError(f"{folder} has no tokenizer that can be read: {error}") from error
+    if not loaded.encode("hi", add_special_tokens=False):
+        raise TokenizerError(f"{folder}: the tokenizer has no ids for plain text")
     if not getattr(loaded, "is_fast", False):
         raise TokenizerError(f"{folder}: the tokenizer has no tokenizer.json form")
     return loaded

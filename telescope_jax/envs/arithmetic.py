@@ -9,7 +9,9 @@ runs of one task are measured on the same sums.
 import hashlib
 import itertools
 import random
+import re
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -17,8 +19,9 @@ from telescope_jax.chat import Tokenizer
 from telescope_jax.envs.grading import grade_number
 from telescope_jax.interfaces import Sample
 from telescope_jax.scoring.reward_pool import RewardPool
-from telescope_jax.types import Prompt, Reward, Uid
+from telescope_jax.types import Prompt, Reward, StopReason, Uid
 
+_INTEGER = re.compile(r"(?<![0-9.])[0-9]+(?![0-9]|\.[0-9])")
 _ENUMERABLE = 200_000  # orderings; a larger task is sampled instead of listed
 
 
@@ -39,6 +42,8 @@ class Sums:
       terms: operands, ≥ 1.
       digits: decimal digits of an operand, ≥ 1.
       held_out: share of the multisets kept for evaluation, in (0, 1).
+      answer: `boxed`, or `last_integer`: the last integer of an answer that ended by itself, for
+        a model that was never shown a box.
 
     Raises:
       ValueError: an argument is out of range, or the task is so small that one side is empty.
@@ -55,6 +60,7 @@ class Sums:
         terms: int = 4,
         digits: int = 1,
         held_out: float = 0.2,
+        answer: Literal["boxed", "last_integer"] = "boxed",
     ):
         del rewards
         if terms < 1 or digits < 1 or not 0 < held_out < 1:
@@ -62,6 +68,9 @@ class Sums:
                 f"sums: terms {terms} and digits {digits} must be ≥ 1, "
                 f"held_out {held_out} between 0 and 1"
             )
+        if answer not in ("boxed", "last_integer"):
+            raise ValueError(f"sums: answer {answer!r} is neither 'boxed' nor 'last_integer'")
+        self._boxed = answer == "boxed"
         self._tokenizer = tokenizer
         self._seed = seed
         self._terms = terms
@@ -106,11 +115,17 @@ class Sums:
         """
         if prompt.task["split"] != "train":
             raise ValueError(f"{prompt.uid} of sums is held out: its solution is not for training")
-        return f"\\boxed{{{prompt.task['answer']}}}"
+        answer = prompt.task["answer"]
+        return f"\\boxed{{{answer}}}" if self._boxed else str(answer)
 
     async def play(self, prompt: Prompt, sample: Sample) -> Reward:
         turn = await sample()
-        return Reward(grade_number(prompt.task["answer"], turn.text))
+        if self._boxed:
+            return Reward(grade_number(prompt.task["answer"], turn.text))
+        # An answer that was cut may end in the middle of a number.
+        ended = turn.completion.stop is not StopReason.LENGTH
+        numbers = _INTEGER.findall(turn.text.replace(",", ""))
+        return Reward(float(ended and numbers[-1:] == [str(prompt.task["answer"])]))
 
     def is_held_out(self, operands: tuple[int, ...]) -> bool:
         """Decided by the multiset of the operands alone."""

@@ -1,6 +1,7 @@
 """Environments by the name that a configuration gives.
 
     sums                          envs/arithmetic.py
+    gsm8k                         envs/gsm8k.py
     reasoning_gym:<dataset>       envs/reasoning_gym.py
     <package.module>:<Class>      any importable class, called as the ones here are
 
@@ -18,7 +19,10 @@ from telescope_jax.interfaces import Environment
 from telescope_jax.scoring.reward_pool import RewardPool
 
 # Places rather than classes: reasoning-gym takes a second to import.
-ENVIRONMENTS = {"sums": "telescope_jax.envs.arithmetic:Sums"}
+ENVIRONMENTS = {
+    "sums": "telescope_jax.envs.arithmetic:Sums",
+    "gsm8k": "telescope_jax.envs.gsm8k:Gsm8k",
+}
 
 _GYM = "reasoning_gym"
 

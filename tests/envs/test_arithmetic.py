@@ -8,7 +8,7 @@ import pytest
 
 from telescope_jax.chat import CharTokenizer
 from telescope_jax.envs.arithmetic import Sums
-from telescope_jax.types import Uid
+from telescope_jax.types import StopReason, Uid
 
 TOKENIZER = CharTokenizer()
 
@@ -74,6 +74,37 @@ def test_the_solution_earns_the_reward_and_what_is_not_a_number_does_not():
         "\\boxed{",
     ):
         assert play(env, prompt, text) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("{}", 1.0),
+        ("46 + 29 = {}", 1.0),
+        ("The sum of 46 and 29 is {}.", 1.0),
+        ("{} is 46 + 29", 0.0),
+        ("{}.5", 0.0),
+        ("1{}", 0.0),
+        ("", 0.0),
+        ("\\boxed{{}} or {}", 1.0),
+    ],
+)
+def test_the_last_integer_counts_if_the_answer_ended(text: str, reward: float):
+    env = Sums(TOKENIZER, terms=2, digits=2, answer="last_integer")
+    prompt = env.prompt(Uid(0, 1))
+    answer = text.replace("{}", str(prompt.task["answer"]))
+
+    def earned(stop: StopReason) -> float:
+        async def sample() -> Any:
+            return SimpleNamespace(text=answer, completion=SimpleNamespace(stop=stop))
+
+        return asyncio.run(env.play(prompt, sample)).total
+
+    assert earned(StopReason.EOS) == reward
+    assert earned(StopReason.LENGTH) == 0.0
+    assert env.solution(prompt) == str(prompt.task["answer"])
+    with pytest.raises(ValueError, match="answer 'box' is neither"):
+        Sums(TOKENIZER, answer="box")  # type: ignore[arg-type]
 
 
 def test_a_held_out_solution_is_refused():

