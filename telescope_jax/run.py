@@ -299,7 +299,7 @@ def check_engine(config: Config) -> None:
     """Raises SetupError if vLLM servers are asked for and cannot be had."""
     if config.engine.kind == "vllm":
         try:
-            check_can_start(config.engine)
+            check_can_start(config.engine, config.policy)
         except EngineError as error:
             raise SetupError(str(error)) from error
 
