@@ -132,8 +132,8 @@ def check_can_start(config: EngineConfig, policy: PolicyConfig) -> None:
     """What can be known before anything is started.
 
     Raises:
-      EngineError: vLLM or our plugin is not installed, vLLM cannot serve the policy here, or the key
-        of attached servers is not set.
+      EngineError: vLLM or our plugin is not installed, vLLM cannot serve the policy here, or
+        attached servers' key is not set.
     """
     if config.urls:
         if not os.environ.get(KEY_VARIABLE):

@@ -186,8 +186,8 @@ class VllmClient:
         version = (await self._get("/version"))["version"]
         if not version.startswith(SUPPORTED):
             raise EngineError(
-                f"{self.url} runs vLLM {version}; pausing and loading weights mean different things "
-                f"in different releases, and {SUPPORTED}x is the one that is supported"
+                f"{self.url} runs vLLM {version}; what pausing and loading weights mean changes "
+                f"between releases, and {SUPPORTED}x is the one that is supported"
             )
 
     async def generate(
