@@ -135,6 +135,12 @@ def check_can_start(config: EngineConfig, policy: PolicyConfig) -> None:
       EngineError: vLLM or our plugin is not installed, vLLM cannot serve the policy here, or
         attached servers' key is not set.
     """
+    if policy.family == "qwen2" and policy.head_dim * policy.heads != policy.width:
+        raise EngineError(
+            f"policy.head_dim={policy.head_dim} × policy.heads={policy.heads} is not policy.width="
+            f"{policy.width}, which vLLM's Qwen2 takes for granted; change one of them, or take "
+            "policy.family=qwen3"
+        )
     if config.urls:
         if not os.environ.get(KEY_VARIABLE):
             raise EngineError(

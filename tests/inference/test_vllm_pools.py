@@ -48,7 +48,11 @@ def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
     check_can_start(VLLM, PolicyConfig(head_dim=32))
     with pytest.raises(EngineError, match="policy.head_dim=8 is none of those"):
-        check_can_start(VLLM, PolicyConfig(head_dim=8))
+        check_can_start(VLLM, PolicyConfig(head_dim=8, width=32))
+    wide = PolicyConfig(width=32, heads=4, head_dim=32)
+    with pytest.raises(EngineError, match="head_dim=32 × policy.heads=4 is not policy.width=32"):
+        check_can_start(VLLM, wide)
+    check_can_start(VLLM, dataclasses.replace(wide, family="qwen3"))
 
 
 def test_attached_servers_need_their_key(monkeypatch: pytest.MonkeyPatch):
