@@ -77,7 +77,7 @@ def build_task(config: Config) -> Task:
         )
         env = build_env(config, tokenizer, rewards)
         if config.engine.kind == "vllm":
-            check_can_start(config.engine)
+            check_can_start(config.engine, config.policy)
         return Task(config, tokenizer, pretrained, rewards, env, make_mesh(config.mesh))
     except (StartError, EngineError, ValueError) as error:
         raise SetupError(str(error)) from error

@@ -186,6 +186,7 @@ class Member:
                         + (self._process.log_tail() if self._process else "")
                     )
                 await asyncio.sleep(_HEALTH_POLL_S)
+            await self._client.check_version()
         except BaseException:
             await self.stop(kill=True)
             raise
@@ -236,6 +237,10 @@ class Member:
                 await asyncio.sleep(_WATCH_POLL_S)
             strikes = 0 if await self._healthy() else strikes + 1
         self.give_up()
+        return self.last_words()
+
+    def last_words(self) -> str:
+        """How the server ended, if it did, with the last lines of its log."""
         if self._process is None:
             return f"{self.name} does not answer"
         return f"{self.name}: {self._process.death()}"

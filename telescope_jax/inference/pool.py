@@ -251,8 +251,9 @@ class Pool:
                     self._lose(error)
                     break
                 except Exception as error:
+                    # What died with it says more than the connection that broke.
+                    last_words = f"{error}; {member.last_words()}"
                     await self._end(member)
-                    last_words = str(error)
             await self._notify()
 
     async def _sync(self, member: Member) -> None:

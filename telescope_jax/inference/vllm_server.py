@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PLUGIN = "telescope_jax.inference.vllm_plugin"
 NAME_HEADER = "x-telescope-server"
+SUPPORTED = "0.32."
+"""Releases whose pause, weight and cache semantics this client was tested against."""
 
 _TRIES = 5
 _BACKOFF_S = 0.1
@@ -178,6 +180,15 @@ class VllmClient:
         self.name = self.name or name
         self._identified = True
         return ready
+
+    async def check_version(self) -> None:
+        """Raises EngineError for a release that nobody has tried this with."""
+        version = (await self._get("/version"))["version"]
+        if not version.startswith(SUPPORTED):
+            raise EngineError(
+                f"{self.url} runs vLLM {version}; what pausing and loading weights mean changes "
+                f"between releases, and {SUPPORTED}x is the one that is supported"
+            )
 
     async def generate(
         self, tokens: Sequence[int], sampling: SamplingParams, *, salt: str

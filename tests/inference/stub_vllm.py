@@ -52,6 +52,7 @@ class Script:
     dead_from: int = 1 << 30  # the update to this version, and later ones, does the same
     finish: str = "length"
     too_long: bool = False
+    release: str = "0.32.0+cpu"
     fingerprint: str = ""  # what orbax_loaded says; "" is the truth
 
     version: int = -1
@@ -76,6 +77,7 @@ class Stub:
         self.app = web.Application(middlewares=[self._door])
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/metrics", self._metrics)
+        self.app.router.add_get("/version", self._version)
         self.app.router.add_get("/weight_info", self._weight_info)
         self.app.router.add_post("/collective_rpc", self._rpc)
         self.app.router.add_post("/inference/v1/generate", self._generate)
@@ -103,6 +105,9 @@ class Stub:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {self.script.running}.0')
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.script.release})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.script.version)})

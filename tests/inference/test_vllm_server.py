@@ -282,6 +282,28 @@ def test_a_server_that_is_slow_to_load_is_waited_for(tmp_path: Path):  # OR-16
     asyncio.run(run())
 
 
+def test_what_a_server_died_of_is_quoted_beside_its_last_lines(tmp_path: Path):
+    """vLLM shuts down at length: its last lines never hold the reason."""
+    lines = ["ERROR 1 RuntimeError: head_dim=8 is not supported", *["INFO closing"] * 40]
+    program = f"import sys; print({chr(10).join(lines)!r}); sys.exit(2)"
+
+    def command(shape: ServerShape, *, name: str, port: int) -> list[str]:
+        return [sys.executable, "-c", program]
+
+    with pytest.raises(EngineError) as raised:
+        asyncio.run(member(tmp_path, command=command).start())
+    assert "head_dim=8 is not supported" in str(raised.value)
+    assert str(raised.value).count("INFO closing") == 15
+
+
+def test_an_untried_release_is_refused_and_the_tried_one_is_named(tmp_path: Path):  # VL-13
+    async def run() -> None:
+        with pytest.raises(EngineError, match=r"runs vLLM 0.33.1.*0.32.x is the one"):
+            await member(tmp_path, 'release="0.33.1"').start()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_never_answers_names_the_limit_and_is_gone(tmp_path: Path):
     async def run() -> None:
         mute = member(tmp_path, "ready_s=1e9", start_timeout_s=1.0)
