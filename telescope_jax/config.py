@@ -2,11 +2,13 @@
 
 Every default is decided here and nowhere else. A part receives its own sub-config, never the root.
 `check()` states the rules that join fields, and reports every broken one in one error.
-The command line that fills the tree is `flags.py`.
+The rules are in `config_rules.py`, the command line that fills the tree in `flags.py`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from telescope_jax.config_rules import rules
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "cispo", "gspo", "sapo"]
 Advantages = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
@@ -23,9 +25,6 @@ ALGORITHMS: dict[str, tuple[Advantages, Objective]] = {
     "sapo": ("grpo", "sapo"),
 }
 """A name from the papers -> its advantages (scoring/) and its objective (learner/loss.py)."""
-
-RATIO_OBJECTIVES = ("ppo", "cispo", "gspo", "sapo")
-"""Objectives with a ratio u of their own; beside TIS they need π_old (DESIGN section 6)."""
 
 
 class ConfigError(ValueError):
@@ -363,221 +362,5 @@ class Config:
         Raises:
           ConfigError: lists all that is broken, each with its numbers and the remedy.
         """
-        rules = self._rules() + self._joint_rules() + self._engine_rules()
-        if not self.policy.checkpoint or self.policy.vocab_size:
-            # Otherwise the sizes come from the checkpoint's config.json; run.py checks again then.
-            rules += self._size_rules()
-        broken = [message for holds, message in rules if not holds]
-        if broken:
+        if broken := [message for holds, message in rules(self) if not holds]:
             raise ConfigError("\n".join(broken))
-
-    def _rules(self) -> list[tuple[bool, str]]:
-        at_least = {
-            "number_of_steps": (self.number_of_steps, 1),
-            "groups_per_batch": (self.groups_per_batch, 1),
-            "group_size": (self.group_size, 1),
-            "eval_every": (self.eval_every, 0),
-            "max_async_rollout": (self.max_async_rollout, 0),
-            "max_off_policy_steps": (self.max_off_policy_steps, -1),
-            "max_attempts": (self.max_attempts, 1),
-            "max_untrainable_groups": (self.max_untrainable_groups, 1),
-            "env.terms": (self.env.terms, 2),
-            "env.digits": (self.env.digits, 1),
-            "env.reward_workers": (self.env.reward_workers, 1),
-            "env.reward_memory_mb": (self.env.reward_memory_mb, 256),
-            "sampling.max_tokens": (self.sampling.max_tokens, 1),
-            "sampling.max_prompt_tokens": (self.sampling.max_prompt_tokens, 1),
-            "sampling.max_episode_tokens": (self.sampling.max_episode_tokens, 0),
-            "policy.vocab_size": (self.policy.vocab_size, 0),
-            "policy.width": (self.policy.width, 1),
-            "policy.layers": (self.policy.layers, 1),
-            "policy.heads": (self.policy.heads, 1),
-            "policy.kv_heads": (self.policy.kv_heads, 1),
-            "policy.head_dim": (self.policy.head_dim, 2),
-            "policy.mlp_width": (self.policy.mlp_width, 1),
-            "optimizer.warmup_steps": (self.optimizer.warmup_steps, 0),
-            "optimizer.max_skipped_updates": (self.optimizer.max_skipped_updates, 1),
-            "batch.rows_per_microbatch": (self.batch.rows_per_microbatch, 1),
-            "batch.minibatches": (self.batch.minibatches, 1),
-            "mesh.data": (self.mesh.data, 1),
-            "mesh.fsdp": (self.mesh.fsdp, 1),
-            "mesh.tensor": (self.mesh.tensor, 1),
-            "engine.slots": (self.engine.slots, 1),
-            "engine.tokens_per_call": (self.engine.tokens_per_call, 1),
-            "engine.prefill_rows": (self.engine.prefill_rows, 1),
-            "engine.max_restarts": (self.engine.max_restarts, 0),
-            "engine.servers": (self.engine.servers, 1),
-            "engine.tensor_parallel": (self.engine.tensor_parallel, 1),
-            "eval.servers": (self.eval.servers, 0),
-            "eval.items": (self.eval.items, 1),
-            "warm_start.steps": (self.warm_start.steps, 0),
-            "warm_start.batch_size": (self.warm_start.batch_size, 1),
-            "log.rollouts_every": (self.log.rollouts_every, 0),
-            "checkpoint.every": (self.checkpoint.every, 0),
-            "checkpoint.keep_last": (self.checkpoint.keep_last, 1),
-        }
-        positive = {
-            "tis_cap": self.tis_cap,
-            "watchdog_s": self.watchdog_s,
-            "env.reward_timeout_s": self.env.reward_timeout_s,
-            "sampling.temperature": self.sampling.temperature,
-            "policy.rope_theta": self.policy.rope_theta,
-            "policy.norm_eps": self.policy.norm_eps,
-            "optimizer.learning_rate": self.optimizer.learning_rate,
-            "optimizer.eps": self.optimizer.eps,
-            "engine.start_timeout_s": self.engine.start_timeout_s,
-            "engine.request_timeout_s": self.engine.request_timeout_s,
-            "eval.timeout_s": self.eval.timeout_s,
-            "warm_start.learning_rate": self.warm_start.learning_rate,
-            "checkpoint.grace_s": self.checkpoint.grace_s,
-        }
-        not_negative = {
-            "optimizer.weight_decay": self.optimizer.weight_decay,
-            "optimizer.clip_norm": self.optimizer.clip_norm,
-            "optimizer.final_fraction": self.optimizer.final_fraction,
-            "engine.handshake_tol": self.engine.handshake_tol,
-            "placement.engine_memory_fraction": self.placement.engine_memory_fraction,
-            "loss.tis_floor": self.loss.tis_floor,
-            "loss.clip_low": self.loss.clip_low,
-            "loss.clip_high": self.loss.clip_high,
-            "loss.kl_coef": self.loss.kl_coef,
-            "loss.reference_kl_coef": self.loss.reference_kl_coef,
-            "loss.sequence_mask_low": self.loss.sequence_mask_low,
-            "loss.sequence_mask_high": self.loss.sequence_mask_high,
-        }
-        rules = [(v >= low, f"{k}={v} must be at least {low}") for k, (v, low) in at_least.items()]
-        rules += [(v > 0, f"{k}={v} must be positive") for k, v in positive.items()]
-        rules += [(v >= 0, f"{k}={v} must not be negative") for k, v in not_negative.items()]
-        return rules
-
-    def _size_rules(self) -> list[tuple[bool, str]]:
-        policy, mesh = self.policy, self.mesh
-        heads, kv_heads, tensor = policy.heads, max(1, policy.kv_heads), max(1, mesh.tensor)
-        return [
-            (
-                heads % kv_heads == 0,
-                f"policy.heads={heads} is not a multiple of policy.kv_heads={policy.kv_heads}",
-            ),
-            (
-                kv_heads % tensor == 0,
-                f"policy.kv_heads={policy.kv_heads} does not divide over mesh.tensor={mesh.tensor}",
-            ),
-            (
-                policy.mlp_width % tensor == 0,
-                f"policy.mlp_width={policy.mlp_width} does not divide over "
-                f"mesh.tensor={mesh.tensor}",
-            ),
-            (
-                policy.head_dim % 2 == 0,
-                f"policy.head_dim={policy.head_dim} must be even for rotary positions",
-            ),
-        ]
-
-    def _joint_rules(self) -> list[tuple[bool, str]]:
-        rows, devices = self.batch.rows_per_microbatch, max(1, self.mesh.data * self.mesh.fsdp)
-        longest = self.context()
-        policy, loss = self.policy, self.loss
-        mask_low, mask_high = loss.sequence_mask_low, loss.sequence_mask_high
-        needs_old = self.objective() in RATIO_OBJECTIVES and self.use_tis
-        return [
-            (
-                self.sampling.top_p == 1.0 and self.sampling.top_k == 0,
-                f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k} would "
-                "train on a renormalised distribution that the trainer does not score; set them "
-                "to 1.0 and 0",
-            ),
-            (
-                not needs_old or loss.old_logprobs,
-                f"objective {self.objective()} and use_tis both take their ratio against the "
-                "sampler; set loss.old_logprobs=True (π/π_old and π_old/μ) or use_tis=False",
-            ),
-            (
-                self.group_size > 1 or self.advantages() == "reinforce_pp",
-                f"group_size={self.group_size} gives every rollout of {self.advantages()} the "
-                "advantage 0; set group_size to 2 or more",
-            ),
-            (
-                rows % devices == 0,
-                f"batch.rows_per_microbatch={rows} does not divide over data × fsdp = {devices} "
-                f"devices; set it to a multiple of {devices}",
-            ),
-            (
-                self.batch.seq_len >= longest,
-                f"batch.seq_len={self.batch.seq_len} cannot hold an episode of {longest} tokens; "
-                f"set it to {longest} or more",
-            ),
-            (
-                longest > self.sampling.max_prompt_tokens,
-                f"sampling.max_episode_tokens={longest} leaves no room for an answer to a prompt "
-                f"of max_prompt_tokens={self.sampling.max_prompt_tokens}",
-            ),
-            (
-                self.groups_per_batch * self.group_size >= self.batch.minibatches,
-                f"batch.minibatches={self.batch.minibatches} is more than the "
-                f"{self.groups_per_batch * self.group_size} rollouts of a batch",
-            ),
-            (
-                loss.dual_clip == 0 or loss.dual_clip > 1,
-                f"loss.dual_clip={loss.dual_clip} must be above 1, or 0 for off",
-            ),
-            (
-                loss.tis_mode != "icepop" or loss.tis_floor < self.tis_cap,
-                f"loss.tis_floor={loss.tis_floor} is not below tis_cap={self.tis_cap}",
-            ),
-            (
-                mask_high == 0 or mask_low < mask_high,
-                f"loss.sequence_mask_low={mask_low} is not below sequence_mask_high={mask_high}",
-            ),
-            (
-                self.optimizer.warmup_steps <= self.number_of_steps
-                or self.optimizer.schedule == "constant",
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than "
-                f"number_of_steps={self.number_of_steps}",
-            ),
-            (
-                0 <= self.optimizer.beta1 < 1 and 0 <= self.optimizer.beta2 < 1,
-                f"optimizer.beta1={self.optimizer.beta1}, beta2={self.optimizer.beta2} must lie "
-                "in [0, 1)",
-            ),
-            (
-                not policy.checkpoint or self.warm_start.steps == 0,
-                f"warm_start.steps={self.warm_start.steps} starts from random weights and "
-                f"policy.checkpoint={policy.checkpoint} from trained ones; set one of them to "
-                "0 or nothing",
-            ),
-            (
-                bool(policy.checkpoint) or not policy.chat_template,
-                f"policy.chat_template={policy.chat_template} needs policy.checkpoint: the "
-                "character tokenizer has no chat template",
-            ),
-        ]
-
-    def _engine_rules(self) -> list[tuple[bool, str]]:
-        devices_of_servers = self.placement.engine_devices
-        servers = self.engine.servers + self.eval.servers
-        return [
-            (
-                not self.engine.urls or self.engine.kind == "vllm",
-                f"engine.urls={list(self.engine.urls)} are vLLM servers; set engine.kind=vllm",
-            ),
-            (
-                self.engine.kind == "jax" or self.engine.own_process,
-                "engine.own_process=False keeps weights in this process's memory, where no vLLM "
-                "server can read them; leave it at True",
-            ),
-            (
-                not self.engine.urls or not self.eval.servers,
-                f"eval.servers={self.eval.servers} are started here, beside engine.urls that are "
-                "not; set eval.servers=0",
-            ),
-            (
-                not devices_of_servers or len(devices_of_servers) == servers,
-                f"placement.engine_devices names devices for {len(devices_of_servers)} servers; "
-                f"engine.servers + eval.servers = {servers}",
-            ),
-            (
-                self.placement.engine_memory_fraction < 1,
-                f"placement.engine_memory_fraction={self.placement.engine_memory_fraction} leaves "
-                "nothing for anybody else; set it below 1",
-            ),
-        ]

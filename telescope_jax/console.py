@@ -5,6 +5,7 @@ did not report is left out of its line, never shown as zero.
 """
 
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,23 @@ from telescope_jax import metrics
 
 ENDS = 10
 """Steps averaged at each end of a run for a before and an after."""
+
+
+class _Screen(RichConsole):
+    """Rich's console ends the process when its reader has gone; this one says so."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the reader of the output has gone")
+
+
+def _read_by_nobody(stream: TextIO) -> None:
+    """Points a broken pipe at nothing, so that what is left in its buffer fails no more."""
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+    except (OSError, ValueError):
+        return  # not a file, or closed: nothing will be flushed
 
 
 class Console:
@@ -41,7 +59,7 @@ class Console:
         terminal: bool | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._rich = RichConsole(file=self._stream, force_terminal=terminal, highlight=False)
+        self._rich = _Screen(file=self._stream, force_terminal=terminal, highlight=False)
         self._total, self._first = number_of_steps, first_step
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -53,9 +71,12 @@ class Console:
 
     def say(self, text: str) -> None:
         """Shows a text, above the live line where there is one."""
-        # Not rich's markup: `[batch 8]` is text. A soft wrap leaves the lines to the terminal.
-        self._rich.print(text, markup=False, soft_wrap=True)
-        self._stream.flush()
+        try:
+            # Not rich's markup: `[batch 8]` is text. A soft wrap leaves lines to the terminal.
+            self._rich.print(text, markup=False, soft_wrap=True)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads any more, which is no reason to stop a run
+            _read_by_nobody(self._stream)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Shows one call of a sink: a step, evals, or both."""

@@ -12,15 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from telescope_jax.interfaces import (
-    Engine,
-    EngineError,
-    EnvError,
-    Environment,
-    RewardError,
-    Sample,
-    WeightStore,
-)
+from telescope_jax.interfaces import Engine, EngineLost, Environment, Sample, WeightStore
 from telescope_jax.ledger import Attempt
 from telescope_jax.types import Params, Prompt, Reward, Rollout, Uid
 
@@ -118,8 +110,16 @@ class HeldOutEvaluator:
             episode = self._episode(prompt, Attempt(prompt.uid, number), kind)
             try:
                 return episode.finish(await self._env.play(prompt, episode.sample))
-            except (EngineError, EnvError, RewardError) as error:
-                log.warning("eval of %s failed: %s: %s", prompt.uid, type(error).__name__, error)
+            except EngineLost:
+                raise
+            except Exception as error:  # an environment is user code, as in rollouts/group.py
+                log.warning(
+                    "eval of %s of %s failed: %s: %s",
+                    tuple(prompt.uid),
+                    self._env.name,
+                    type(error).__name__,
+                    error,
+                )
         return None
 
 

@@ -131,6 +131,7 @@ class Orchestrator:
         events: Events,
         checkpointer: Checkpointer | None = None,
         on_batch: OnBatch | None = None,
+        evaluated: frozenset[int] = frozenset(),
     ) -> None:
         self._schedule = schedule
         self._attempts = attempts
@@ -146,6 +147,7 @@ class Orchestrator:
         self._events = events
         self._checkpointer = checkpointer
         self._on_batch = on_batch
+        self._on_record = evaluated  # versions whose evals an earlier start of this run has done
 
         self.trainer_step = trainer.step
         self._newest: tuple[int, Params] = (trainer.step, trainer.params)
@@ -170,7 +172,7 @@ class Orchestrator:
         Raises:
           The error of whichever part failed, as that part raised it.
         """
-        if self._evaluator and self._schedule.eval_at_start and self.trainer_step == 0:
+        if self._eval_is_due() and self.trainer_step not in self._on_record:
             self._evals.append(self._newest)
         await self._load(*self._newest)
         self._assemble()
@@ -271,7 +273,7 @@ class Orchestrator:
             self._attempts.train(assembled.members)
             step, self.trainer_step = self.trainer_step, self.trainer_step + 1
             self._newest = (self.trainer_step, self._trainer.params)
-            if self._evaluator and self._due(self._schedule.eval_every, at_end=True):
+            if self._eval_is_due():
                 self._evals.append(self._newest)
             self._times["wait_for_batch"] = waited
             self._times["step"] = self._now() - started
@@ -279,17 +281,22 @@ class Orchestrator:
             self._log_step(step, assembled.batch, stats)
             self._attempts.ledger.check()
             self._changed.notify()
-            if self._due(self._schedule.checkpoint_every):
+            every = self._schedule.checkpoint_every
+            if every and self.trainer_step % every == 0:
                 await self._checkpoint()
 
     def _can_learn(self) -> bool:
         # Each waiting eval keeps a version in memory: training waits rather than pile them up.
         return self._stopping is not None or (bool(self._batches) and len(self._evals) <= 2)
 
-    def _due(self, every: int, *, at_end: bool = False) -> bool:
-        if at_end and self.trainer_step == self._schedule.number_of_steps:
-            return True
-        return every > 0 and self.trainer_step % every == 0
+    def _eval_is_due(self) -> bool:
+        schedule, step = self._schedule, self.trainer_step
+        if self._evaluator is None:
+            return False
+        if step == 0:
+            return schedule.eval_at_start
+        at_end = step == schedule.number_of_steps
+        return at_end or (schedule.eval_every > 0 and step % schedule.eval_every == 0)
 
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}

@@ -97,6 +97,7 @@ async def _run(task: Task, folder: Workdir) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
+        signals = stack.enter_context(Signals(config, folder))
         stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
         checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
@@ -119,7 +120,7 @@ async def _run(task: Task, folder: Workdir) -> int:
 
         sink = Fanout(
             [
-                JsonlSink(folder.metrics_file, resume_at=learner.step if saved else None),
+                JsonlSink(folder.metrics_file, resume_at=learner.step if folder.resumed else None),
                 console := Console(config.number_of_steps, first_step=learner.step),
             ]
         )
@@ -178,6 +179,7 @@ async def _run(task: Task, folder: Workdir) -> int:
             engine=engines["train"],
             trainer=learner,
             store=store,
+            evaluated=evaluated_versions(folder.metrics_file),
             evaluator=HeldOutEvaluator(
                 env,
                 eval_episode,
@@ -199,14 +201,14 @@ async def _run(task: Task, folder: Workdir) -> int:
             mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             parameters=table(learner.params, mesh),
         )
-        with Signals(config, orchestrator) as signals:
-            await orchestrator.run()
+        signals.orchestrator = orchestrator
+        await orchestrator.run()
         await asyncio.to_thread(checkpoints.wait)
         sink.close()
         lines = read_metrics(folder.metrics_file)
         picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
         files = {"metrics": str(folder.metrics_file), "curves": str(picture)}
-        print(summary(lines, files))
+        console.say(summary(lines, files))
         return signals.exit_code
 
 
@@ -226,11 +228,16 @@ class RunCheckpoints:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM: the first one asks for a checkpoint and an end, the second one ends."""
+    """Ctrl-C and SIGTERM: the first one asks for a checkpoint and an end, the second one ends.
 
-    def __init__(self, config: Config, orchestrator: Orchestrator) -> None:
+    Until there is an orchestrator there is nothing to save, and the first one ends. What runs in
+    threads then (warm start, compilation) cannot be stopped otherwise; processes end with this one.
+    """
+
+    def __init__(self, config: Config, folder: Workdir) -> None:
         self.exit_code = 0
-        self._orchestrator = orchestrator
+        self.orchestrator: Orchestrator | None = None
+        self._folder = folder
         self._grace_s = config.checkpoint.grace_s
         self._codes = {
             signal.SIGINT: 130,
@@ -248,16 +255,30 @@ class Signals:
 
     def _arrived(self, number: signal.Signals) -> None:
         code = self._codes[number]
-        if self.exit_code:
-            os._exit(code)
+        if self.exit_code or self.orchestrator is None:
+            self._exit(code)
+            return
         self.exit_code = code
         log.warning(
             "%s: finishing the running update, then a checkpoint; again to exit at once",
             number.name,
         )
-        self._orchestrator.stop(number.name)
+        self.orchestrator.stop(number.name)
         # An update cannot be interrupted: past the grace time the last checkpoint has to do.
-        asyncio.get_running_loop().call_later(self._grace_s, os._exit, code)
+        asyncio.get_running_loop().call_later(self._grace_s, self._exit, code)
+
+    def _exit(self, code: int) -> None:
+        log.warning("exit at once, with code %d", code)
+        self._folder.note(state="stopped", exit_code=code)
+        os._exit(code)
+
+
+def evaluated_versions(metrics_file: Path) -> frozenset[int]:
+    """Versions whose evals are on record; a resumed run does the one that is missing."""
+    if not metrics_file.exists():
+        return frozenset()
+    lines = read_metrics(metrics_file)
+    return frozenset(line["step"] for line in lines if any(n.startswith("eval/") for n in line))
 
 
 async def close_engines(starting: asyncio.Task[dict[str, Engine]]) -> None:

@@ -90,6 +90,7 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
       SetupError: it does not exist, cannot be made so, or has no solutions to start warm from.
     """
     options = dict(config.env.options)
+    name = config.env.name
     if config.env.name == "sums":
         options = {"terms": config.env.terms, "digits": config.env.digits} | options
     try:
@@ -101,12 +102,16 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
             options=options,
         )
         env.prompt(Uid(0, config.eval.items - 1), split="eval")
+        lengths = [len(env.prompt(Uid(0, index)).tokens) for index in range(min(len(env), 16))]
     except ValueError as error:
         raise SetupError(str(error)) from error
-    lengths = [len(env.prompt(Uid(0, index)).tokens) for index in range(min(len(env), 16))]
+    except Exception as error:  # an environment is user code
+        raise SetupError(f"env.name={name}: {type(error).__name__}: {error}") from error
+    if not lengths:
+        raise SetupError(f"env.name={name} has no training prompts")
     if min(lengths) > config.sampling.max_prompt_tokens:
         raise SetupError(
-            f"the first {len(lengths)} prompts of {env.name} have {min(lengths)} tokens or more "
+            f"the first {len(lengths)} prompts of {name} have {min(lengths)} tokens or more "
             f"and sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}; raise it"
         )
     if config.warm_start.steps and not hasattr(env, "solution"):
@@ -164,7 +169,10 @@ def build_or_restore(
             params = first_params(config, env, tokenizer, vocab_size, mesh)
         return build_learner(config, vocab_size, mesh, params), None
     learner = build_learner(config, vocab_size, mesh, None)
-    saved = checkpoints.restore(learner.save_structure())
+    try:
+        saved = checkpoints.restore(learner.save_structure())
+    except ValueError as error:  # of another model or optimizer: an older one would be no better
+        raise SetupError(str(error)) from error
     if saved is None:
         raise SetupError(
             f"none of the checkpoints of steps {checkpoints.steps()} can be read; move them away "

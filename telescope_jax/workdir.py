@@ -29,6 +29,7 @@ SAME_RUN = (
     "env.seed",
     "env.terms",
     "env.digits",
+    "env.options",
     "policy.checkpoint",
     "policy.chat_template",
     "policy.family",
@@ -40,8 +41,15 @@ SAME_RUN = (
     "policy.head_dim",
     "policy.mlp_width",
     "policy.tied_embeddings",
+    "policy.rope_theta",
+    "policy.norm_eps",
+    "loss.reference_kl_coef",
 )
 """Fields that a resumed run cannot change: prompts, books or parameters would no longer fit."""
+
+
+HOUSE = {"lock", "metrics", "events", "logs", "config.json", ".config.json.new", ".run.json.new"}
+"""What is there before run.json is."""
 
 
 class WorkdirError(RuntimeError):
@@ -81,9 +89,12 @@ class Workdir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             resumed = (path / "run.json").exists()
-            if not resumed and any(path.iterdir()):
+            # A start that was killed early leaves an empty house, which is no other run's.
+            foreign = {entry.name for entry in path.iterdir()} - HOUSE
+            if not resumed and foreign:
                 raise WorkdirError(
-                    f"{path} is not empty and holds no run (no run.json); choose another --workdir"
+                    f"{path} holds no run (no run.json) and other things ({min(foreign)}); choose "
+                    "another --workdir"
                 )
             workdir = cls(path, resumed=resumed)
         except OSError as error:
@@ -101,7 +112,10 @@ class Workdir:
     def note(self, **values: Any) -> None:
         """Adds to run.json, atomically."""
         path = self.path / "run.json"
-        known = json.loads(path.read_text()) if path.exists() else {"started": time.time()}
+        try:
+            known = json.loads(path.read_text()) if path.exists() else {"started": time.time()}
+        except json.JSONDecodeError as error:
+            raise WorkdirError(f"{path} is not JSON ({error}); repair it, or remove it") from error
         self._write("run.json", json.dumps(known | values, indent=2) + "\n")
 
     def event(self, name: str, details: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from telescope_jax import config_tree
-from telescope_jax.config import ALGORITHMS, RATIO_OBJECTIVES, Algorithm, Config, ConfigError
+from telescope_jax.config import ALGORITHMS, Algorithm, Config, ConfigError
+from telescope_jax.config_rules import RATIO_OBJECTIVES
 
 LEAVES = config_tree.leaves(Config)
 

@@ -22,6 +22,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("kernels", GROUND, "kernels"),
     ("telescope_jax.types", GROUND, "types"),
     ("telescope_jax.config", GROUND, "config"),
+    ("telescope_jax.config_rules", GROUND, "config"),
     ("telescope_jax.config_tree", GROUND, "config"),
     ("telescope_jax.flags", GROUND, "config"),
     ("telescope_jax.interfaces", INTERFACES, "interfaces"),

@@ -176,9 +176,15 @@ class EngineProcess:
                     f"the engine process died {self.restarts + 1} times, more often than "
                     f"engine.max_restarts={self._config.max_restarts} allows; {self._death}"
                 )
-            self.restarts += 1
-            log.warning("restarting the engine (%d): %s", self.restarts, self._death)
-            await self.start()
+            while True:
+                self.restarts += 1
+                log.warning("restarting the engine (%d): %s", self.restarts, self._death)
+                try:
+                    return await self.start()
+                except EngineError as error:
+                    if self.closing or self.restarts >= self._config.max_restarts:
+                        raise
+                    log.warning("the new engine process failed too: %s", error)
 
     async def revive(self) -> None:
         """Replaces the process if it is dead, in a task of its own: whoever waits for it may be

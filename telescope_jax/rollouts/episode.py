@@ -132,6 +132,8 @@ class Episode:
         """
         if not self._spans:
             raise EnvError("the episode ended without a sampled token")
+        if not isinstance(reward, Reward) or not isinstance(reward.total, int | float):
+            raise EnvError(f"play returned {reward!r}, not a Reward with a number as its total")
         if not math.isfinite(reward.total):
             raise EnvError(f"the reward is {reward.total}, which is not a finite number")
         return Rollout(

@@ -69,7 +69,14 @@ async def _play(
     env: Environment, episode: EpisodeFactory, prompt: Prompt, attempt: Attempt, index: int
 ) -> Rollout:
     recording = episode(prompt, attempt, index)
-    return recording.finish(await env.play(prompt, recording.sample))
+    try:
+        return recording.finish(await env.play(prompt, recording.sample))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # by us
+        # Left alone it would end this task in silence, and its group would never be heard of.
+        raise EnvError("the environment cancelled its own episode") from error
 
 
 def score_together(env: Environment, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
