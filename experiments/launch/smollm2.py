@@ -93,12 +93,10 @@ def main(argv: list[str]) -> int:
         # Isolated (-I): our `kernels` would shadow a package of that name that transformers seeks.
         code = "import runpy, sys; runpy.run_path(sys.argv[1])['convert_in_child'](sys.argv[2])"
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        subprocess.run(
-            [sys.executable, "-I", "-c", code, __file__, str(target)],
-            check=True,
-            env=environment,
-            cwd=target.anchor,
-        )
+        command = [sys.executable, "-I", "-c", code, str(Path(__file__).resolve()), str(target)]
+        converted = subprocess.run(command, env=environment, cwd=target.anchor)
+        if converted.returncode:
+            return converted.returncode
     if "--convert_only" in argv:
         return 0
     command = [sys.executable, "-m", "telescope_jax.main", "--config=experiments/smollm2.py"]
