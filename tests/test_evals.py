@@ -91,3 +91,18 @@ def test_held_out_prompts_that_are_all_too_long_are_refused_with_both_numbers() 
     rng = random.Random(0)
     with pytest.raises(ValueError, match=r"3 of 3 .*max_prompt_tokens=1 \(the shortest has 2\)"):
         build(GreedyEngine(rng, lambda r: 1.0), rng, items=3, limit=1)
+
+
+def test_whatever_an_environment_raises_costs_its_episode_and_not_the_run() -> None:
+    class Boom(GreedyIsRight):
+        async def play(self, prompt: Prompt, sample: Any) -> Reward:
+            if prompt.uid.index == 0:
+                raise RuntimeError("eval boom")
+            return await super().play(prompt, sample)
+
+    rng = random.Random(0)
+    engine = GreedyEngine(rng, lambda r: 1.0)
+    evaluator = build(engine, rng, items=5)
+    evaluator._env = Boom(rng)
+    values, _ = run_virtual(evaluator.evaluate(0, 0))
+    assert values["eval/scripted/failed"] == 2 and values["eval/scripted/accuracy"] == 1.0

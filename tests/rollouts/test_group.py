@@ -102,3 +102,27 @@ def test_scores_of_another_number_are_an_env_error() -> None:
 
     with pytest.raises(GroupFailed, match="1 rewards for 4 rollouts"):
         play(Short(random.Random(0)))
+
+
+def test_an_environment_that_cancels_itself_is_an_env_error() -> None:
+    """Left alone, its task would end in silence and the group be in flight for ever."""
+
+    class Cancels(Env):
+        async def play(self, prompt: Any, sample: Any) -> Reward:
+            await sample()
+            raise asyncio.CancelledError
+
+    with pytest.raises(GroupFailed, match="cancelled its own episode") as failure:
+        play(Cancels(random.Random(0)))
+    assert failure.value.reason is DropReason.ENV_ERROR
+
+
+@pytest.mark.parametrize("answer", [None, 0.5, Reward("good")])  # type: ignore[arg-type]
+def test_what_is_no_reward_is_an_env_error(answer: Any) -> None:
+    class Wrong(Env):
+        async def play(self, prompt: Any, sample: Any) -> Any:
+            await sample()
+            return answer
+
+    with pytest.raises(GroupFailed, match="not a Reward with a number"):
+        play(Wrong(random.Random(0)))
