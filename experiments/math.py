@@ -39,7 +39,7 @@ def get_config(arg: str = "") -> Config:
     config.optimizer.warmup_steps = 5
     config.optimizer.final_fraction = 0.05
 
-    config.batch.seq_len = 128
+    config.batch.seq_len = 112  # eight rollouts of 14 tokens
     config.batch.rows_per_microbatch = 2  # small, so that few rows are padding
 
     if arg == "tiny":
