@@ -3,7 +3,7 @@
     ./run.sh                                      # this config, two to three minutes on 2 CPU cores
     ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
-A 0.5M-parameter decoder learns the answer format and a little adding from 300 supervised steps
+A 0.5M-parameter decoder learns the answer format and a little adding from 200 supervised steps
 (`warm_start`). From there policy gradients with truncated importance sampling go on from reward
 alone, one step ahead of the weights, on prompts whose numbers never appear in the held-out set in
 any order.
@@ -22,17 +22,17 @@ from telescope_jax.config import Config
 def get_config(arg: str = "") -> Config:
     """`arg`: "" is the main job, "tiny" the same path in a few seconds."""
     config = Config()
-    config.number_of_steps = 180
+    config.number_of_steps = 220
     config.groups_per_batch = 32
     config.group_size = 8
     config.algorithm = "dr_grpo"
     config.max_async_rollout = 1
-    config.eval_every = 45
+    config.eval_every = 55
 
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
 
-    config.warm_start.steps = 300
+    config.warm_start.steps = 200
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
