@@ -34,7 +34,7 @@ def get_config(arg: str = "") -> Config:
 
     config.warm_start.steps = 200
 
-    config.optimizer.learning_rate = 4e-4
+    config.optimizer.learning_rate = 6e-4
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = 5
     config.optimizer.final_fraction = 0.05
