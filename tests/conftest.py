@@ -53,10 +53,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run tests marked tpu_compile: ahead-of-time compilation for TPUs (libtpu)",
     )
+    parser.addoption(
+        "--vllm",
+        action="store_true",
+        help="also run tests marked vllm: a real vLLM server (three of them still depend on how "
+        "fast the machine decodes)",
+    )
 
 
 _stderr_fd = pytest.StashKey[int]()
-_skipped = pytest.StashKey[dict[str, int]]()
+_skipped = pytest.StashKey[dict[tuple[str, str], int]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,22 +80,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {}
     if importlib.util.find_spec("vllm") is None:
         absent["vllm"] = "vllm is not installed"
+    elif not config.getoption("--vllm"):
+        absent["vllm"] = "needs --vllm"
     if not config.getoption("--tpu-compile"):
         absent["tpu_compile"] = "needs --tpu-compile"
-    counts = config.stash[_skipped] = dict.fromkeys(absent, 0)
+    counts = config.stash[_skipped] = dict.fromkeys(absent.items(), 0)
     for item in items:
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-                counts[marker] += 1
+                counts[marker, reason] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.config.stash.get(_skipped, {})
-    if skipped.get("vllm"):
-        terminalreporter.write_line(
-            f"vllm is not installed: {skipped['vllm']} tests marked vllm were skipped"
-        )
+    for (marker, reason), count in skipped.items():
+        if marker == "vllm" and count:
+            terminalreporter.write_line(f"{reason}: {count} tests marked vllm were skipped")
 
 
 @pytest.hookimpl(wrapper=True)
