@@ -3,7 +3,7 @@
     ./run.sh                                      # this config, two to three minutes on 2 CPU cores
     ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
-A 0.5M-parameter decoder learns the answer format and a little adding from 200 supervised steps
+A 0.5M-parameter decoder learns the answer format and a little adding from 300 supervised steps
 (`warm_start`). From there policy gradients with truncated importance sampling go on from reward
 alone, one step ahead of the weights, on prompts whose numbers never appear in the held-out set in
 any order.
@@ -22,24 +22,24 @@ from telescope_jax.config import Config
 def get_config(arg: str = "") -> Config:
     """`arg`: "" is the main job, "tiny" the same path in a few seconds."""
     config = Config()
-    config.number_of_steps = 220
+    config.number_of_steps = 180
     config.groups_per_batch = 32
     config.group_size = 8
     config.algorithm = "dr_grpo"
     config.max_async_rollout = 1
-    config.eval_every = 55
+    config.eval_every = 45
 
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
 
-    config.warm_start.steps = 200
+    config.warm_start.steps = 300
 
-    config.optimizer.learning_rate = 6e-4
+    config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = 5
     config.optimizer.final_fraction = 0.05
 
-    config.batch.seq_len = 112  # eight rollouts of 14 tokens
+    config.batch.seq_len = 128
     config.batch.rows_per_microbatch = 2  # small, so that few rows are padding
 
     if arg == "tiny":
