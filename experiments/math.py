@@ -1,6 +1,6 @@
 """Sums of four digits from reward alone: the main job.
 
-    ./run.sh                                      # this config, two to three minutes on 2 CPU cores
+    ./run.sh                                      # this config, about two minutes on 2 CPU cores
     ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
 A 0.5M-parameter decoder learns the answer format and a little adding from 300 supervised steps
