@@ -206,7 +206,7 @@ def test_cancelling_while_a_worker_starts_or_while_waiting_for_one_loses_no_plac
     async def story(pool):
         starting = asyncio.create_task(pool.call(f"{F}:add", 1, 1))
         waiting = asyncio.create_task(pool.call(f"{F}:add", 1, 1))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # one turn of the loop: no process can be ready after it
         for call in (waiting, starting):
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
