@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def final(workdir: Path, step: int = STEPS) -> tuple[dict[str, np.ndarray], dict
 def lines(workdir: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """The metric lines of training and evals, without times; none may be there twice."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
+    if not (workdir / "metrics" / "metrics.jsonl").exists():
+        return found
     for line in read_metrics(workdir / "metrics" / "metrics.jsonl"):
         kind = "train" if "train/loss" in line else "eval" if "eval/sums/items" in line else ""
         if not kind:
@@ -104,8 +107,8 @@ def test_ten_kills_leave_the_bits_of_a_run_that_was_never_killed(
         while code is None:
             run = starting.run(workdir, *FLAGS)
             if kills < KILLS and moment(rng, run):
-                run.send(9)
-                assert run.wait() == -9
+                run.send(signal.SIGKILL)
+                assert run.wait() == -signal.SIGKILL
                 kills += 1
                 resumed_at |= {path.name for path in (workdir / "checkpoints").glob("step_*")}
             else:
@@ -123,6 +126,44 @@ def compare(workdir: Path, calm: Path) -> None:
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
     assert host == expected_host, "prompts, books or cursors differ"
     assert lines(workdir) == lines(calm)
-    assert [step for kind, step in lines(workdir) if kind == "train"] == list(range(STEPS))
+    assert trained(workdir) == list(range(STEPS))
     changed = [not np.array_equal(a, 0 * a) for n, a in arrays.items() if "mu" in n]
     assert any(changed), "nothing was trained, so nothing was compared"
+
+
+def test_two_kills_of_a_run_whose_engine_is_a_process(starting: Starter, tmp_path: Path) -> None:
+    """The same bits: the engine's process neither outlives the run nor shows in its result."""
+    flags = ("--config.engine.own_process=True", "--config.number_of_steps=8", *FLAGS[:1])
+    flags += ("--config.checkpoint.every=2", "--config.eval_every=0")
+    calm = tmp_path / "calm"
+    assert starting.run(calm, *flags).wait() == 0
+    workdir = tmp_path / "run"
+    for steps in (3, 6):
+        run = starting.run(workdir, *flags)
+        assert run.until(lambda steps=steps: len(trained(workdir)) >= steps), run.text()
+        run.send(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+    run = starting.run(workdir, *flags)
+    assert run.wait() == 0, run.text()
+    arrays, host = final(workdir, 8)
+    expected, expected_host = final(calm, 8)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    assert host == expected_host
+    assert lines(workdir) == lines(calm)
+
+
+def test_a_run_goes_on_on_another_mesh_from_the_same_bits(tmp_path: Path) -> None:
+    """Every array is compared with its fingerprint as it arrives on the new mesh."""
+    with starter(devices=4) as starting:
+        run = starting.run(tmp_path / "run", *FLAGS[:1], "--config.number_of_steps=4")
+        assert run.wait() == 0, run.text()
+        more = ("--config.number_of_steps=6", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+        run = starting.run(tmp_path / "run", *FLAGS[:1], *more)
+        assert run.wait() == 0, run.text()
+    assert "resumed from step 4" in (tmp_path / "run" / "logs" / "main.log").read_text()
+    assert trained(tmp_path / "run") == list(range(6))
+
+
+def trained(workdir: Path) -> list[int]:
+    return [step for kind, step in lines(workdir) if kind == "train"]

@@ -130,12 +130,15 @@ class Starter:
 
 
 @contextlib.contextmanager
-def starter() -> Iterator[Starter]:
-    """A starter on one device, as on a laptop; it ends with the block, and its run with it."""
+def starter(devices: int = 1) -> Iterator[Starter]:
+    """A starter on one device, as on a laptop, or more; it ends with the block, and its run too."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.starter"],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}" * (devices > 1),
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
