@@ -36,7 +36,10 @@ def starting() -> Iterator[Starter]:
 def final(workdir: Path, step: int = STEPS) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the host state of the checkpoint of `step`."""
     folder = max((workdir / "checkpoints").glob(f"step_{step:06d}*"))
-    items = {"params": ocp.args.StandardRestore(), "opt_state": ocp.args.StandardRestore()}
+    items: dict[str, Any] = {
+        "params": ocp.args.StandardRestore(),
+        "opt_state": ocp.args.StandardRestore(),
+    }
     items["host"] = ocp.args.JsonRestore()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         found = reader.restore(folder, ocp.args.Composite(**items))

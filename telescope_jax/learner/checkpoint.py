@@ -78,6 +78,10 @@ class _Folder(NamedTuple):
     path: Path
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint was not written, and the run shall not go on without."""
+
+
 class Damaged(Exception):
     """A checkpoint that cannot be read; the message says what is wrong with it."""
 

@@ -51,11 +51,12 @@ def serve() -> None:
             for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1)):
                 os.dup2(descriptor, target)
             os.dup2(output, 2)
+            sys.argv = ["telescope_jax", *request["arguments"]]
             if request["before"]:
                 module, _, function = request["before"].partition(":")
                 getattr(importlib.import_module(module), function)()
             # Out of this function, so that the interpreter ends as after any run.
-            sys.exit(main(["telescope_jax", *request["arguments"]]))
+            sys.exit(main(sys.argv))
         _say(answers, pid=pid)
         _say(answers, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
@@ -85,8 +86,8 @@ class LiveRun:
     def wait(self) -> int:
         """Its exit code; a signal that killed it is negative."""
         if self.status is None:
-            self.status = self._starter.answer()["status"]
-        return self.status
+            self.status = int(self._starter.answer()["status"])
+        return self.status or 0
 
     def until(self, holds: Callable[[], bool]) -> bool:
         """Waits for the moment; False: the run ended before."""
@@ -120,7 +121,8 @@ class Starter:
         return LiveRun(self.answer()["pid"], workdir, output, self)
 
     def has_answer(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

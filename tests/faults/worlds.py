@@ -1,5 +1,6 @@
 """Environments that do to a run what users' environments do."""
 
+import time
 from typing import Any
 
 from telescope_jax.envs.arithmetic import Sums
@@ -12,3 +13,24 @@ class Digits(Sums):
     async def play(self, prompt: Prompt, sample: Any) -> Reward:
         text = (await sample()).text
         return Reward(sum(c.isdigit() for c in text) / 10)
+
+
+class Naps(Digits):
+    """Sleeps in the event loop once, instead of awaiting."""
+
+    naps = 1
+
+    async def play(self, prompt: Prompt, sample: Any) -> Reward:
+        if prompt.uid.index % 2 and Naps.naps:
+            Naps.naps -= 1
+            time.sleep(3)  # the fault
+        return await super().play(prompt, sample)
+
+
+class Blocks(Digits):
+    """Never gives the event loop back."""
+
+    async def play(self, prompt: Prompt, sample: Any) -> Reward:
+        while prompt.uid.epoch == 0:
+            time.sleep(0.1)  # the fault
+        return await super().play(prompt, sample)
