@@ -110,8 +110,9 @@ class Starter:
     def run(self, workdir: Path, *flags: str, before: str = "") -> LiveRun:
         """Starts `main` with `flags`, after calling `before` (module:function) in its process."""
         output = workdir.with_name(f"{workdir.name}.out")
+        by_name = {flag.partition("=")[0]: flag for flag in (*FAST, *flags)}  # the last one holds
         request = {
-            "arguments": [*FAST, f"--workdir={workdir}", *flags],
+            "arguments": [*by_name.values(), f"--workdir={workdir}"],
             "output": str(output),
             "before": before,
         }

@@ -76,7 +76,7 @@ def test_a_publish_that_hangs_keeps_no_checkpoint_from_being_written(
     starting: Starter, tmp_path: Path
 ) -> None:
     """Nor the process from ending."""
-    run = preempted(starting, tmp_path / "run", "publish", "--config.checkpoint.grace_s=8")
+    run = preempted(starting, tmp_path / "run", "publish", "--config.checkpoint.grace_s=15")
     assert run.wait() == 143, run.text()
     assert checkpoints(tmp_path / "run")[-1] >= "step_000002"
     finish(starting, tmp_path / "run")
