@@ -7,6 +7,7 @@ after `end_s` it ends the process, since nobody else can.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -102,6 +103,18 @@ class LoopGuard:
         own = [call for call in calls[:-1] if not call.filename.startswith(_LIBRARIES)][-2:]
         places = [f"{call.filename}:{call.lineno} {call.name}" for call in [*own, calls[-1]]]
         return f"{' > '.join(places)}: {calls[-1].line}"
+
+
+def calm_collector() -> None:
+    """Keeps the garbage collector from stopping the loop; called once, when everything is built.
+
+    A full collection looks at every object: with 10,000 rollouts in flight it took 50 to 240 ms,
+    several times a second. What is there now stays to the end and is looked at no more; the rest
+    is freed by reference counts nearly always, so that cycles may wait longer.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 1_000)
 
 
 def _exit(last_words: str) -> None:

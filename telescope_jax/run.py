@@ -28,7 +28,7 @@ from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Checkpoint, Engine
 from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
 from telescope_jax.ledger import Attempt
-from telescope_jax.loop_guard import LoopGuard
+from telescope_jax.loop_guard import LoopGuard, calm_collector
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
@@ -215,6 +215,7 @@ async def _run(task: Task, folder: Workdir) -> int:
             mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             parameters=table(learner.params, mesh),
         )
+        calm_collector()
         signals.orchestrator = orchestrator
         try:
             await orchestrator.run()
