@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels import choice
-from kernels.logprob import chunked
+from kernels.logprob import chunked, tile
 from kernels.logprob.api import token_logprobs
 from kernels.logprob.blocks import Blocks
 from kernels.logprob.chunked import Chunked
@@ -177,7 +177,7 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_an_implementation_says_why_it_cannot():
     hidden, unembed = jnp.zeros((2, 9000), jnp.float16), jnp.zeros((5, 9000), jnp.float16)
-    with pytest.raises(NotImplementedError, match="not float16; .* no blocks 9000 wide"):
+    with pytest.raises(NotImplementedError, match="not float16; .* up to D=4096, not 9000"):
         token_logprobs(hidden, unembed, jnp.zeros(2, jnp.int32), implementation="pallas_tpu")
     with pytest.raises(ValueError, match="no implementation 'dense'.*chunked"):
         token_logprobs(
@@ -207,3 +207,18 @@ def test_one_chunk_keeps_its_logits_and_more_do_not():
     _, saved = Chunked("vd", None).forward(hidden, unembed, column, ones)
     assert saved is not None and saved.shape == (24, 512)
     assert Chunked("vd", None, chunk=128).forward(hidden, unembed, column, ones)[1] is None
+
+
+def test_a_masked_logit_has_no_gradient():
+    """KN-03 in the backward pass: p log p is 0 · -inf. The rest is as if it were absent."""
+    z = jnp.array([[1.0, -jnp.inf, 2.0, -jnp.inf]])
+    ones = jnp.ones((1, 1))
+
+    def gradient(z: jax.Array) -> jax.Array:
+        normaliser, _ = tile.outputs(tile.update(tile.empty(1, jnp.float32), z, z[:, :1]))
+        rows = tile.RowGradients(*normaliser, ones, ones, ones)
+        return tile.dz(z, jnp.arange(z.shape[1])[None] == 0, rows)
+
+    masked, absent = gradient(z), gradient(z[:, ::2])
+    np.testing.assert_array_equal(masked[:, 1::2], 0.0)
+    np.testing.assert_allclose(masked[:, ::2], absent, rtol=1e-6)
