@@ -313,7 +313,8 @@ class Config:
     max_untrainable_groups: int = 1_000
     """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
     watchdog_s: float = 300.0
-    """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
+    """Longest time without a trainable group, seconds; the third time in a row ends the run. Until
+    the first step is trained it is at least engine.start_timeout_s: that time is compilation."""
     env: EnvConfig = field(default_factory=EnvConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -55,6 +55,8 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.timeline", PART, "metrics"),
     ("telescope_jax.dashboard", PART, "metrics"),
     ("telescope_jax.attempts", ORCHESTRATOR, "orchestrator"),
+    ("telescope_jax.changed", PURE, "changed"),
+    ("telescope_jax.watchdog", PURE, "watchdog"),
     ("telescope_jax.orchestrator", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.workdir", PART, "workdir"),
     ("telescope_jax.main", COMMAND, "main"),
