@@ -44,6 +44,8 @@ class HeldOutEvaluator:
       engine: one of its own holds a version while training goes on; when it is the training engine
         (`shares_engine`), the orchestrator keeps it at the version.
       max_prompt_tokens: longer prompts are left out, with a warning.
+      brief_tokens: the budget of training, where evals have a larger one: `brief_accuracy` counts
+        greedy answers within it alone, which are those that it would have let end; 0 = off.
       max_attempts: tries at an episode before it is left out.
 
     Raises:
@@ -59,12 +61,13 @@ class HeldOutEvaluator:
         *,
         items: int,
         max_prompt_tokens: int,
+        brief_tokens: int = 0,
         shares_engine: bool = False,
         max_attempts: int = 3,
     ) -> None:
         self._env, self._episode, self._engine, self._store = env, episode, engine, store
         self.shares_engine = shares_engine
-        self._max_attempts = max_attempts
+        self._max_attempts, self._brief_tokens = max_attempts, brief_tokens
         prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
         self._prompts = [p for p in prompts if len(p.tokens) <= max_prompt_tokens]
         if len(self._prompts) < items:
@@ -97,13 +100,18 @@ class HeldOutEvaluator:
         failed = sum(rollout is None for rollout in [*greedy, *sampled])
         if failed == len(greedy) + len(sampled):
             raise EvalError(f"all {failed} episodes of the eval of version {version} failed")
-        return {
+        values = {
             f"eval/{self._env.name}/accuracy": _mean_reward(greedy),
             f"eval/{self._env.name}/sampled_accuracy": _mean_reward(sampled),
             f"eval/{self._env.name}/length": _mean_length(greedy),
             f"eval/{self._env.name}/items": float(len(self._prompts)),
             f"eval/{self._env.name}/failed": float(failed),
         }
+        if self._brief_tokens:
+            values[f"eval/{self._env.name}/brief_accuracy"] = _mean_reward(
+                greedy, within=self._brief_tokens
+            )
+        return values
 
     async def _play(self, prompt: Prompt, kind: Kind) -> Rollout | None:
         for number in range(self._max_attempts):
@@ -123,8 +131,11 @@ class HeldOutEvaluator:
         return None
 
 
-def _mean_reward(rollouts: Sequence[Rollout | None]) -> float:
-    return float(np.mean([r.reward.total for r in rollouts if r is not None] or [np.nan]))
+def _mean_reward(rollouts: Sequence[Rollout | None], within: float = np.inf) -> float:
+    """Mean reward, where an answer of more than `within` sampled tokens earned nothing."""
+    answered = [rollout for rollout in rollouts if rollout is not None]
+    rewards = [r.reward.total if r.loss_mask.sum() <= within else 0.0 for r in answered]
+    return float(np.mean(rewards or [np.nan]))
 
 
 def _mean_length(rollouts: Sequence[Rollout | None]) -> float:

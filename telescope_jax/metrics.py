@@ -115,6 +115,7 @@ METRICS: dict[str, str] = {
     "engine/handshake_error": "greatest difference of trainer and engine log-probs, nats",
     "eval/*/accuracy": "share of held-out items answered right, greedily",
     "eval/*/sampled_accuracy": "the same, sampled at the training temperature",
+    "eval/*/brief_accuracy": "accuracy, answers over sampling.max_tokens counted as wrong",
     "eval/*/version": "the version that was evaluated",
     "eval/*/items": "held-out items",
     "eval/*/failed": "items without an answer for an infrastructure failure; not counted wrong",
