@@ -36,6 +36,7 @@ def get_config(arg: str = "") -> Config:
     config.eval_every = 0
     config.eval.items = 500
     config.eval.max_tokens = 64
+    config.eval.sampled = False  # half the time
     config.eval.timeout_s = 3_600.0
 
     config.sampling.max_prompt_tokens = 48
@@ -45,6 +46,7 @@ def get_config(arg: str = "") -> Config:
     config.batch.rows_per_microbatch = 4
     config.engine.own_process = False
     config.engine.slots = 64
+    config.engine.request_timeout_s = 3_600.0  # an eval asks everything at once
     config.watchdog_s = 1_800.0
     config.checkpoint.every = 0
 

@@ -242,7 +242,9 @@ class PlacementConfig:
 @dataclass(slots=True)
 class EvalConfig:
     items: int = 1_024
-    """Held-out prompts; each is answered once greedily and once sampled."""
+    """Held-out prompts; each is answered once greedily and, if `sampled`, once more."""
+    sampled: bool = True
+    """Answer each prompt a second time, at the training temperature."""
     at_start: bool = True
     """Evaluate version 0."""
     max_tokens: int = 0

@@ -187,6 +187,7 @@ async def _run(task: Task, folder: Workdir) -> int:
                 engines["eval"],
                 store,
                 items=config.eval.items,
+                sampled=config.eval.sampled,
                 brief_tokens=config.sampling.max_tokens if config.eval.max_tokens else 0,
                 max_prompt_tokens=config.sampling.max_prompt_tokens,
                 shares_engine=engines["eval"] is engines["train"],
