@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "rollout/length_max": "most sampled tokens",
     "rollout/prompt_length": "mean prompt tokens",
     "rollout/turns": "mean turns of an episode",
+    "rollout/unknown_tokens": "sampled ids that the tokenizer lacks: rows that pad the vocabulary",
     "rollout/length_stop_fraction": "share that ran out of max_tokens",
     "rollout/left_out/*": "rollouts of the batch that train no token, by reason",
     "rollout/duplicate_fraction": "share of the rollouts that repeat another of their group",

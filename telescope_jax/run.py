@@ -173,6 +173,7 @@ async def _run(task: Task, folder: Workdir) -> int:
                 config.batch.seq_len,
                 config.batch.rows_per_microbatch,
                 config.batch.minibatches,
+                tokenizer.vocab_size,
             ),
             env=env,
             prompts=prompts,
