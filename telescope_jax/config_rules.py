@@ -67,6 +67,7 @@ def bounds(config: "Config") -> list[Rule]:
         "engine.tensor_parallel": (config.engine.tensor_parallel, 1),
         "eval.servers": (config.eval.servers, 0),
         "eval.items": (config.eval.items, 1),
+        "eval.max_tokens": (config.eval.max_tokens, 0),
         "warm_start.steps": (config.warm_start.steps, 0),
         "warm_start.batch_size": (config.warm_start.batch_size, 1),
         "log.rollouts_every": (config.log.rollouts_every, 0),
