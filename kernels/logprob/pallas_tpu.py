@@ -58,8 +58,11 @@ class PallasTpu:
         unembed: Float[Array, "..."],
         targets: Int[Array, "T 1"],
         inverse_temperature: Float[Array, "T 1"],
+        *,
+        keep: bool,
     ) -> tuple[tile.Statistics, None]:
         """The statistics of every token, from one kernel."""
+        del keep
         tokens = hidden.shape[0]
         grid = _Grid.of(self, hidden, unembed, self.blocks.forward, tokens_first=True)
         statistics = grid.call(
