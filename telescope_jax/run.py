@@ -43,6 +43,7 @@ from telescope_jax.setup import (
     build_store,
     build_task,
     episode_settings,
+    eval_settings,
     refuse_foreign_kernels_package,
     start_all,
     use_compilation_cache,
@@ -118,7 +119,7 @@ async def _run(task: Task, folder: Workdir) -> int:
         shape = EngineShape(
             vocab_size,
             tokenizer.eos_ids,
-            context=config.context(),
+            context=max(config.context(), config.eval_context()),
             prefill_width=config.sampling.max_prompt_tokens,
         )
         starting = asyncio.create_task(start_all(config, shape, store, folder.path))
@@ -156,11 +157,11 @@ async def _run(task: Task, folder: Workdir) -> int:
         if saved is not None:
             held = unpack_groups(saved.host["groups"], saved.held or {}, env)
             attempts.restore(learner.step, saved.host["run"], held)
-        sampled = episode_settings(config)
+        training, sampled = episode_settings(config), eval_settings(config)
         greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
 
         def training_episode(prompt: Prompt, attempt: Attempt, index: int) -> Episode:
-            return Episode(engines["train"], tokenizer, prompt, attempt, index, sampled)
+            return Episode(engines["train"], tokenizer, prompt, attempt, index, training)
 
         def eval_episode(prompt: Prompt, attempt: Attempt, kind: Kind) -> Episode:
             settings = greedy if kind == "greedy" else sampled
@@ -184,6 +185,7 @@ async def _run(task: Task, folder: Workdir) -> int:
                 config.batch.seq_len,
                 config.batch.rows_per_microbatch,
                 config.batch.minibatches,
+                tokenizer.vocab_size,
             ),
             env=env,
             prompts=prompts,
@@ -199,6 +201,8 @@ async def _run(task: Task, folder: Workdir) -> int:
                 engines["eval"],
                 store,
                 items=config.eval.items,
+                sampled=config.eval.sampled,
+                brief_tokens=config.sampling.max_tokens if config.eval.max_tokens else 0,
                 max_prompt_tokens=config.sampling.max_prompt_tokens,
                 shares_engine=engines["eval"] is engines["train"],
             ),

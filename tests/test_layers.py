@@ -68,7 +68,10 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),
     ("telescope_jax.plan", COMMAND, "plan"),
+    ("telescope_jax.grid", GROUND, "grid"),
     ("telescope_jax.sweep", COMMAND, "sweep"),
+    ("telescope_jax.sweep_points", COMMAND, "sweep"),
+    ("telescope_jax.sweep_table", COMMAND, "sweep"),
 ]
 
 HOUSE = ("telescope_jax", "kernels", "experiments", "tests")
