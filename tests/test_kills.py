@@ -15,6 +15,8 @@ import pytest
 from telescope_jax.metrics import read as read_metrics
 from tests.faults.starter import LiveRun, Starter, starter
 
+pytestmark = pytest.mark.deadline(900)  # whole runs, on machines that may be busy
+
 STEPS = 36
 KILLS = 10
 FLAGS = (
@@ -99,7 +101,6 @@ def calm(starting: Starter, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-@pytest.mark.deadline(900)
 def test_ten_kills_leave_the_bits_of_a_run_that_was_never_killed(
     starting: Starter, calm: Path, tmp_path: Path
 ) -> None:

@@ -132,6 +132,20 @@ class Faults:
         return True
 
 
+class Awake:
+    """Seconds in which this process could run: what it was stopped for is left out."""
+
+    seconds = 0.0
+
+    async def count(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            self.seconds += min(now - before, 5.0)
+            before = now
+
+
 class Soak:
     """The real parts; `live` builds a run from the newest checkpoint and goes on with it."""
 
@@ -251,16 +265,17 @@ def soak(minutes: float, seed: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             parts = Soak(Path(folder), seed)
             faults = asyncio.create_task(parts.faults.draw())
+            awake = Awake()
+            counting = asyncio.create_task(awake.count())
             started = time.monotonic()
             async with LoopGuard(end_s=300) as guard:
                 calm_collector()
                 loop_cpu = time.thread_time()
-                while (now := time.monotonic() - started) < 60 * minutes:
-                    left = 60 * minutes - now
+                while (left := 60 * minutes - awake.seconds) > 0:
                     await parts.live(guard, min(left, rng.uniform(10, 50)), kill=rng.random() < 0.5)
                     gc.collect()
                     sample = {
-                        "minute": round((time.monotonic() - started) / 60, 1),
+                        "minute": round(awake.seconds / 60, 1),
                         "steps": parts.steps,
                         "lost": parts.lost,
                         "rss_mb": round(process.memory_info().rss / 2**20, 1),
@@ -270,8 +285,9 @@ def soak(minutes: float, seed: int) -> None:
                     samples.append(sample)
                     print(json.dumps(sample), flush=True)
                 loop_cpu = time.thread_time() - loop_cpu
-                seconds = time.monotonic() - started
+                seconds = awake.seconds
             faults.cancel()
+            counting.cancel()
             assert parts.attempts is not None
             dropped = {r.value: n for r, n in parts.attempts.ledger.dropped.items()}
             for engine in parts.engines.values():
@@ -285,6 +301,7 @@ def soak(minutes: float, seed: int) -> None:
         last_mb = np.median([s["rss_mb"] for s in late[-third:]])
         return {
             "minutes": round(seconds / 60, 1),
+            "stopped_minutes": round((time.monotonic() - started - seconds) / 60, 1),
             "lives": parts.lives,
             "steps": parts.steps,
             "groups_lost": parts.lost,

@@ -41,6 +41,7 @@ def serve() -> None:
     from telescope_jax.main import main
 
     answers = os.dup(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     while line := sys.stdin.readline():
         request = json.loads(line)
         pid = os.fork()

@@ -28,6 +28,8 @@ from tests.faults.test_checkpoints import fill, small_disk  # noqa: F401 (a fixt
 from tests.scripted import Run, ScriptedEnv, build
 from tests.virtual_clock import run_virtual
 
+pytestmark = pytest.mark.deadline(900)  # whole runs, on machines that may be busy
+
 STEPS, GROUPS = 6, 3
 
 

@@ -10,6 +10,8 @@ import pytest
 from telescope_jax.metrics import read as read_metrics
 from tests.faults.starter import LiveRun, Starter, starter
 
+pytestmark = pytest.mark.deadline(900)  # whole runs, on machines that may be busy
+
 FLAGS = ("--config.number_of_steps=4", "--config.checkpoint.every=0", "--config.eval_every=0")
 
 
