@@ -224,6 +224,7 @@ async def _run(task: Task, folder: Workdir) -> int:
         try:
             await orchestrator.run()
             await saver.finish()
+            signals.saved()
         except BaseException as error:
             signals.failed(error)
             raise

@@ -22,6 +22,8 @@ from typing import Any, NoReturn, Protocol
 
 log = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0
+
 
 class Stoppable(Protocol):
     """What a signal asks to end; see orchestrator.py."""
@@ -60,6 +62,11 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def saved(self) -> None:
+        """Everything is on the disk. After a signal nothing else is worth the rest of the grace."""
+        if self.exit_code:
+            self._leave_later(self.exit_code, "saved, but its parts did not close", _CLOSE_S)
+
     def failed(self, error: BaseException) -> None:
         """The run failed with `error`, and closes its parts within the grace time, or leaves."""
         self._leave_later(1, f"{type(error).__name__}: {error}; its parts did not close")
@@ -84,8 +91,8 @@ class Signals:
         )
         orchestrator.stop(name)
 
-    def _leave_later(self, code: int, why: str) -> None:
-        timer = threading.Timer(self._grace_s, self._leave, (code, why))
+    def _leave_later(self, code: int, why: str, seconds: float | None = None) -> None:
+        timer = threading.Timer(seconds or self._grace_s, self._leave, (code, why))
         timer.daemon = True  # nothing has to wait for it
         timer.start()
 

@@ -108,9 +108,11 @@ class Starter:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, workdir: Path, *flags: str, before: str = "") -> LiveRun:
+    def run(
+        self, workdir: Path, *flags: str, before: str = "", output: Path | None = None
+    ) -> LiveRun:
         """Starts `main` with `flags`, after calling `before` (module:function) in its process."""
-        output = workdir.with_name(f"{workdir.name}.out")
+        output = output or workdir.with_name(f"{workdir.name}.out")
         by_name = {flag.partition("=")[0]: flag for flag in (*FAST, *flags)}  # the last one holds
         request = {
             "arguments": [*by_name.values(), f"--workdir={workdir}"],
