@@ -148,7 +148,7 @@ def capacity(steps: int, profile: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--profile", action="store_true", help="also print where the time went")
     asked = parser.parse_args()

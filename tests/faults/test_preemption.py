@@ -88,8 +88,8 @@ def test_a_publish_that_hangs_keeps_no_checkpoint_from_being_written(
 def test_during_an_eval_it_is_saved_that_the_eval_is_still_to_be_done(
     starting: Starter, tmp_path: Path
 ) -> None:
-    flags = ("--config.checkpoint.resume_exit_code=75", "--config.number_of_steps=3")
-    run = starting.run(tmp_path / "run", *FLAGS, *flags, before="tests.faults.slow:evaluation")
+    flags = (*FLAGS, "--config.checkpoint.resume_exit_code=75")
+    run = starting.run(tmp_path / "run", *flags, before="tests.faults.slow:evaluation")
     metrics = tmp_path / "run" / "metrics" / "metrics.jsonl"
 
     def two_steps() -> bool:
