@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from telescope_jax.run import default_workdir
+
 ROOT = Path(__file__).resolve().parents[1]
 BANNED_MODULES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -60,3 +62,9 @@ def test_no_source_runs_data_or_listens_to_strangers() -> None:
 )
 def test_a_source_that_does_is_reported(source: str) -> None:
     assert list(complaints(source))
+
+
+@pytest.mark.parametrize("file", ["../../etc/passwd.py", "/etc/x.py:../../y", "..", "a/../../b.py"])
+def test_a_folder_that_is_named_after_a_study_stays_below_runs(file: str) -> None:
+    path = Path(default_workdir(file))
+    assert path.parts[0] == "runs" and len(path.parts) == 2
