@@ -260,7 +260,11 @@ class EvalConfig:
 @dataclass(slots=True)
 class WarmStartConfig:
     steps: int = 0
-    """Supervised steps on the environment's own solutions before RL; 0 = off."""
+    """Supervised steps on the environment's own solutions before RL, at most; 0 = off."""
+    until_loss: float = 0.0
+    """End early, once the mean of the last 10 losses is at most this, nats a token; 0 = never.
+    One loss is one ability: a number of steps is not, since seeds and packings learn at different
+    times."""
     batch_size: int = 64
     """Solutions a step."""
     learning_rate: float = 2e-3
@@ -314,7 +318,8 @@ class Config:
     max_untrainable_groups: int = 1_000
     """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
     watchdog_s: float = 300.0
-    """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
+    """Longest time without a trainable group, seconds; the third time in a row ends the run. Until
+    the first step is trained it is at least engine.start_timeout_s: that time is compilation."""
     env: EnvConfig = field(default_factory=EnvConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -96,6 +96,7 @@ def bounds(config: "Config") -> list[Rule]:
         "optimizer.clip_norm": config.optimizer.clip_norm,
         "optimizer.final_fraction": config.optimizer.final_fraction,
         "engine.handshake_tol": config.engine.handshake_tol,
+        "warm_start.until_loss": config.warm_start.until_loss,
         "placement.engine_memory_fraction": config.placement.engine_memory_fraction,
         "loss.tis_floor": config.loss.tis_floor,
         "loss.clip_low": config.loss.clip_low,

@@ -15,11 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
@@ -28,7 +26,7 @@ from telescope_jax.config import Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
-from telescope_jax.interfaces import Engine
+from telescope_jax.interfaces import Checkpoint, Engine
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
 from telescope_jax.metrics import Fanout, JsonlSink
@@ -52,7 +50,7 @@ from telescope_jax.setup import (
 )
 from telescope_jax.sharding import table
 from telescope_jax.staleness import AsyncBound
-from telescope_jax.types import Group, Prompt
+from telescope_jax.types import Prompt
 from telescope_jax.workdir import Workdir, WorkdirError
 
 log = logging.getLogger(__name__)
@@ -165,6 +163,7 @@ async def _run(task: Task, folder: Workdir) -> int:
                 eval_at_start=config.eval.at_start,
                 eval_timeout_s=config.eval.timeout_s,
                 watchdog_s=config.watchdog_s,
+                first_watchdog_s=config.engine.start_timeout_s,
             ),
             attempts=attempts,
             assembly=AssemblySettings(
@@ -182,6 +181,7 @@ async def _run(task: Task, folder: Workdir) -> int:
             trainer=learner,
             store=store,
             evaluated=evaluated_versions(folder.metrics_file),
+            pending_evals=sorted(saved.evals.items()) if saved is not None else (),
             evaluator=HeldOutEvaluator(
                 env,
                 eval_episode,
@@ -222,13 +222,14 @@ class RunCheckpoints:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def save(
-        self, step: int, trainer: Mapping[str, Any], run: Mapping[str, Any], held: Sequence[Group]
-    ) -> None:
+    async def save(self, checkpoint: Checkpoint) -> None:
         """Returns once the arrays are copied; what follows goes on in the background."""
-        groups, arrays = pack_groups(held)
-        host = {"run": run, "groups": groups}
-        await asyncio.to_thread(self._checkpoints.save, trainer, host=host, held=arrays)
+        groups, held = pack_groups(checkpoint.held)
+        host = {"run": checkpoint.run, "groups": groups}
+        evals = dict(checkpoint.evals)
+        await asyncio.to_thread(
+            self._checkpoints.save, checkpoint.trainer, host=host, held=held, evals=evals
+        )
 
 
 class Signals:

@@ -55,6 +55,8 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.timeline", PART, "metrics"),
     ("telescope_jax.dashboard", PART, "metrics"),
     ("telescope_jax.attempts", ORCHESTRATOR, "orchestrator"),
+    ("telescope_jax.changed", PURE, "changed"),
+    ("telescope_jax.watchdog", PURE, "watchdog"),
     ("telescope_jax.orchestrator", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.workdir", PART, "workdir"),
     ("telescope_jax.main", COMMAND, "main"),
@@ -64,7 +66,10 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),
     ("telescope_jax.plan", COMMAND, "plan"),
+    ("telescope_jax.grid", GROUND, "grid"),
     ("telescope_jax.sweep", COMMAND, "sweep"),
+    ("telescope_jax.sweep_points", COMMAND, "sweep"),
+    ("telescope_jax.sweep_table", COMMAND, "sweep"),
 ]
 
 HOUSE = ("telescope_jax", "kernels", "experiments", "tests")
