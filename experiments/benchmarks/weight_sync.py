@@ -74,6 +74,7 @@ async def measure(name: str, policy: PolicyConfig, folder: Path, arguments) -> s
     published = statistics.median(publish[1:])  # the first one compiles
     del params, tree
     copied = cp_and_sync(folder, size, arguments.repeats)
+    say(f"{name}: publish {times(publish)}, cp and sync {copied:.3f} s")
     row = [name, arguments.dtype, f"{size / 1e6:.1f}", f"{copied:.3f}", f"{published:.3f}"]
     row.append(f"{published / copied:.1f}")
     if arguments.publish_only:
@@ -97,6 +98,7 @@ async def measure(name: str, policy: PolicyConfig, folder: Path, arguments) -> s
     pool = engines["train"]
     assert isinstance(pool, Pool)
     try:
+        say(f"{name}: the server is up")
         await pool.load(refs[0])  # imports, and the first reading
         running = [
             asyncio.create_task(endless(pool, seed=seed)) for seed in range(arguments.running)
@@ -106,6 +108,7 @@ async def measure(name: str, policy: PolicyConfig, folder: Path, arguments) -> s
             await pool.load(ref)
             pause.append(pool.members[0].swap_s)
             stage.append(pool.members[0].load_s - pool.members[0].swap_s)
+            say(f"{name}: stage {stage[-1]:.3f} s, pause {pause[-1]:.3f} s")
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -114,6 +117,14 @@ async def measure(name: str, policy: PolicyConfig, folder: Path, arguments) -> s
     staged, paused = statistics.median(stage), statistics.median(pause)
     row += [f"{staged:.3f}", f"{paused:.3f}", f"{(published + staged + paused) / copied:.1f}"]
     return "| " + " | ".join(row) + " |"
+
+
+def times(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values) + " s"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 async def endless(pool: Pool, *, seed: int) -> None:
