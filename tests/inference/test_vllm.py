@@ -137,6 +137,24 @@ def test_a_prefix_is_not_taken_from_a_request_that_older_weights_began(rig: Rig)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
 
 
+def test_prompts_of_more_tokens_than_a_step_takes_do_not_end_the_engine(rig: Rig):
+    """vLLM 0.32 on a CPU dies of a seeded request whose prompt is computed in parts: many prompts
+    at once, or running requests that are prefilled anew after a swap."""
+    rig.run(rig.pool.load(rig.newer(rig.params[1])))
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(0, VOCAB, 900).tolist() for _ in range(16)]
+
+    async def story() -> tuple[list[Completion], list[Completion]]:
+        many = await asyncio.gather(*(rig.pool.sample(p, asking(max_tokens=4)) for p in prompts))
+        alone = [await rig.pool.sample(p, asking(max_tokens=4)) for p in prompts[:2]]
+        return list(many), alone
+
+    many, alone = rig.run(story())
+    for together, apart in zip(many, alone, strict=False):
+        assert together.tokens.tolist() == apart.tokens.tolist()
+    assert rig.member.restarts == 0
+
+
 def test_a_cancel_frees_the_request_in_the_engine(rig: Rig):  # OR-25
     async def story() -> None:
         client = rig.member.client
