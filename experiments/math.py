@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> Config:
     config.sampling.max_prompt_tokens = 16
 
     config.warm_start.steps = 400
-    config.warm_start.until_loss = 0.26  # a sampled accuracy of about 0.3
+    config.warm_start.until_probability = 0.38
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
@@ -54,7 +54,7 @@ def get_config(arg: str = "") -> Config:
         config.policy.head_dim = 8
         config.policy.mlp_width = 64
         config.warm_start.steps = 20
-        config.warm_start.until_loss = 0.0
+        config.warm_start.until_probability = 0.0
         config.loss.drop_zero_advantage = False  # after so short a start most groups fail alike
         config.engine.own_process = False
         config.engine.slots = 16
