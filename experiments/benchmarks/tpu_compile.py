@@ -119,7 +119,7 @@ def _kernels(hlo: str) -> dict[str, int]:
     for line in hlo.splitlines():
         if 'custom_call_target="tpu_custom_call"' not in line:
             continue
-        name = re.search(r'op_name="[^"]*?([^/"]+)"', line)
+        name = re.match(r"\s*(?:ROOT )?%?([A-Za-z_]\w*)", line)
         used = re.search(r'"used_scoped_memory_configs":\[\{[^}]*?"size":"(\d+)"', line)
         key = name.group(1) if name else "kernel"
         found[key] = max(found.get(key, 0), int(used.group(1)) if used else 0)
