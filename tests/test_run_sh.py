@@ -233,3 +233,32 @@ def test_ci_runs_what_a_person_runs(checkout: Checkout):
     (checkout.folder / "run.sh").write_text('#!/bin/sh\necho "$PWD|$*"\n')
     result = subprocess.run(["bash", ci / "run"], capture_output=True, text=True, cwd="/")
     assert result.stdout == f"{checkout.folder}|test\n"
+
+
+def test_libtpu_comes_only_with_the_tests_that_compile_with_it(checkout: Checkout):
+    checkout.run("test", "tests/kernels")
+    assert not any("libtpu" in call for call in installs(checkout))
+    result = checkout.run("test", "tests/kernels", "--tpu-compile")
+    assert result.returncode == 0, result.stderr
+    (install,) = [call for call in checkout.calls("-m pip install") if "libtpu" in call[-1]]
+    target = Path(install[install.index("--target") + 1])
+    assert target == checkout.folder / ".venv/tpu-compiler"
+    assert checkout.calls("-m pytest tests/kernels --tpu-compile")
+
+
+def test_a_python_3_12_must_run_and_not_only_be_found(checkout: Checkout):
+    """pyenv has a shim for every version that it knows, and those of inactive ones fail."""
+    shim = checkout.bin / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    result = checkout.run("test-newest-jax")
+    assert result.returncode == 1
+    assert "no Python 3.12 that runs" in result.stderr
+
+    shim.write_text(STUB.replace("exec REAL", "true"))
+    result = checkout.run("test-newest-jax", "-k", "chunked")
+    assert result.returncode == 0, result.stderr
+    assert [call[-5:] for call in checkout.calls("-m pip install")] == [
+        ["jax", "jaxtyping", "numpy", "pytest", "hypothesis"]
+    ]
+    assert checkout.calls("-m pytest") == [["-m", "pytest", "tests/kernels", "-k", "chunked"]]
