@@ -284,8 +284,16 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 = only at the end and on a signal."""
     keep_last: int = 2
     """Newest checkpoints that stay."""
+    keep_every: int = 0
+    """Checkpoints of the multiples of it stay too, whatever their age; 0 = none."""
+    save_training_state: bool = True
+    """False keeps weights only: a run cannot go on from them, an export and an eval can."""
+    max_failures: int = 0
+    """Saves in a row that may fail (a full disk) before the run ends; each is a warning and counts
+    in checkpoint/failures."""
     grace_s: float = 30.0
-    """Longest time that a SIGTERM's checkpoint may take, seconds."""
+    """Longest time from a signal, or a failure, to the end of the process, seconds: the running
+    update, the checkpoint, and closing. Past it the last checkpoint has to do."""
     resume_exit_code: int = 0
     """Exit code after a SIGTERM's checkpoint; 0 = 143."""
 

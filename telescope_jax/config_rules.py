@@ -73,6 +73,8 @@ def bounds(config: "Config") -> list[Rule]:
         "log.rollouts_every": (config.log.rollouts_every, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep_last": (config.checkpoint.keep_last, 1),
+        "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
+        "checkpoint.max_failures": (config.checkpoint.max_failures, 0),
     }
     positive = {
         "tis_cap": config.tis_cap,

@@ -11,10 +11,9 @@ told in one line with the traceback in the log. A second signal exits at once.
 
 import asyncio
 import logging
-import os
-import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,14 @@ from pathlib import Path
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.config import Config
+from telescope_jax.config import CheckpointConfig, Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Checkpoint, Engine
-from telescope_jax.learner.checkpoint import Checkpoints
+from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
 from telescope_jax.ledger import Attempt
+from telescope_jax.loop_guard import LoopGuard, calm_collector
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
@@ -50,6 +50,7 @@ from telescope_jax.setup import (
     use_compilation_cache,
 )
 from telescope_jax.sharding import table
+from telescope_jax.signals import Signals
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import Prompt
 from telescope_jax.workdir import Workdir, WorkdirError
@@ -90,7 +91,7 @@ def run(config: Config, config_file: str, workdir: str) -> int:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
         finally:
-            folder.note(state="finished" if code == 0 else "stopped", exit_code=code)
+            folder.note_end(code)
     return code
 
 
@@ -98,11 +99,23 @@ async def _run(task: Task, folder: Workdir) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(Signals(config, folder))
+        signals = stack.enter_context(
+            Signals(
+                grace_s=config.checkpoint.grace_s,
+                resume_exit_code=config.checkpoint.resume_exit_code,
+                note=folder.note,
+            )
+        )
+        guard = await stack.enter_async_context(LoopGuard(end_s=3 * config.watchdog_s))
         stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-        checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
+        checkpoints = Checkpoints(
+            folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        )
         stack.callback(checkpoints.close)
+        saver = RunCheckpoints(checkpoints, config.checkpoint)
 
         store = build_store(config, folder.weights)
         shape = EngineShape(
@@ -197,7 +210,8 @@ async def _run(task: Task, folder: Workdir) -> int:
             ),
             sink=sink,
             events=folder.event,
-            checkpointer=RunCheckpoints(checkpoints),
+            checkpointer=saver,
+            gauges=(saver.metrics, task.rewards.metrics, guard.metrics),
             on_batch=RolloutTables(
                 folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
             ).write,
@@ -207,77 +221,90 @@ async def _run(task: Task, folder: Workdir) -> int:
             mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             parameters=table(learner.params, mesh),
         )
+        calm_collector()
         signals.orchestrator = orchestrator
-        await orchestrator.run()
-        await asyncio.to_thread(checkpoints.wait)
+        try:
+            await orchestrator.run()
+            await saver.finish()
+            signals.saved()
+        except BaseException as error:
+            signals.failed(error)
+            raise
         sink.close()
-        lines = read_metrics(folder.metrics_file)
-        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
-        files = {"metrics": str(folder.metrics_file), "curves": str(picture)}
-        console.say(summary(lines, files))
+        console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
 
 
-class RunCheckpoints:
-    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups."""
+def end_of(folder: Workdir) -> str:
+    """The summary; a picture that cannot be drawn, or a full disk, does not fail a finished run."""
+    lines = read_metrics(folder.metrics_file)
+    files = {"metrics": str(folder.metrics_file)}
+    try:
+        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
+        files["curves"] = str(picture)
+    except (OSError, ValueError) as error:
+        log.warning("no picture of the curves: %s", error)
+    return summary(lines, files)
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
+
+class RunCheckpoints:
+    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups.
+
+    A save that failed is told of when the next one begins, and at the end. It ends the run, unless
+    `checkpoint.max_failures` says that so many in a row are only warnings and a metric.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig) -> None:
+        self._checkpoints, self._config = checkpoints, config
+        self._failures = self._in_a_row = 0
 
     async def save(self, checkpoint: Checkpoint) -> None:
         """Returns once the arrays are copied; what follows goes on in the background."""
-        groups, held = pack_groups(checkpoint.held)
-        host = {"run": checkpoint.run, "groups": groups}
-        evals = dict(checkpoint.evals)
-        await asyncio.to_thread(
-            self._checkpoints.save, checkpoint.trainer, host=host, held=held, evals=evals
+        await self._finish_previous()
+        trainer, host, held, evals = checkpoint.trainer, {}, None, {}
+        if self._config.save_training_state:
+            groups, held = pack_groups(checkpoint.held)
+            host = {"run": checkpoint.run, "groups": groups}
+            evals = dict(checkpoint.evals)
+        else:
+            trainer = {name: trainer[name] for name in ("params", "step")}
+        try:
+            await asyncio.to_thread(
+                self._checkpoints.save, trainer, host=host, held=held, evals=evals
+            )
+        except Exception as error:
+            self._failed(error)
+
+    async def finish(self) -> None:
+        """Returns once the last save is committed.
+
+        Raises:
+          SaveFailed: it is not, whatever `max_failures` says of those on the way.
+        """
+        self._config = replace(self._config, max_failures=0)
+        await self._finish_previous()
+
+    def metrics(self) -> Mapping[str, float]:
+        """For `checkpoint/*`."""
+        return {"checkpoint/failures": float(self._failures)}
+
+    async def _finish_previous(self) -> None:
+        try:
+            await asyncio.to_thread(self._checkpoints.wait)
+            self._in_a_row = 0
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
+        steps = self._checkpoints.steps()
+        message = (
+            f"a checkpoint could not be written ({type(error).__name__}: {error}); "
+            f"the newest whole one is of step {steps[-1] if steps else 'none'}"
         )
-
-
-class Signals:
-    """Ctrl-C and SIGTERM: the first one asks for a checkpoint and an end, the second one ends.
-
-    Until there is an orchestrator there is nothing to save, and the first one ends. What runs in
-    threads then (warm start, compilation) cannot be stopped otherwise; processes end with this one.
-    """
-
-    def __init__(self, config: Config, folder: Workdir) -> None:
-        self.exit_code = 0
-        self.orchestrator: Orchestrator | None = None
-        self._folder = folder
-        self._grace_s = config.checkpoint.grace_s
-        self._codes = {
-            signal.SIGINT: 130,
-            signal.SIGTERM: config.checkpoint.resume_exit_code or 143,
-        }
-
-    def __enter__(self) -> "Signals":
-        for number in self._codes:
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in self._codes:
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _arrived(self, number: signal.Signals) -> None:
-        code = self._codes[number]
-        if self.exit_code or self.orchestrator is None:
-            self._exit(code)
-            return
-        self.exit_code = code
-        log.warning(
-            "%s: finishing the running update, then a checkpoint; again to exit at once",
-            number.name,
-        )
-        self.orchestrator.stop(number.name)
-        # An update cannot be interrupted: past the grace time the last checkpoint has to do.
-        asyncio.get_running_loop().call_later(self._grace_s, self._exit, code)
-
-    def _exit(self, code: int) -> None:
-        log.warning("exit at once, with code %d", code)
-        self._folder.note(state="stopped", exit_code=code)
-        os._exit(code)
+        if self._in_a_row > self._config.max_failures:
+            raise SaveFailed(f"{message}; make room, then run the same command again") from error
+        log.warning("%s", message)
 
 
 def evaluated_versions(metrics_file: Path) -> frozenset[int]:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -76,6 +77,10 @@ class _Folder(NamedTuple):
     step: int
     take: int
     path: Path
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint was not written, and the run shall not go on without."""
 
 
 class Damaged(Exception):
@@ -306,7 +311,9 @@ def _read_host(path: Path) -> Mapping[str, Any]:
 def _load_verified(
     path: Path, items: Mapping[str, Any], written: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    loaded = _load(path, items)
+    loaded = dict(_load(path, items))
+    if "held" in loaded:
+        loaded["held"] = jax.tree.map(np.asarray, loaded["held"])
     for name, tree in loaded.items():
         expected = written["arrays"][name]
         if changed := differences(fingerprints(tree), expected):
