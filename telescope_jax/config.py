@@ -232,6 +232,11 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class PlacementConfig:
+    trainer_devices: str = ""
+    """GPUs of the trainer by number, as in "0,1"; "" is all that JAX sees."""
+    trainer_memory_fraction: float = 0.0
+    """Share of a GPU's memory that the trainer's JAX takes; 0 is JAX's own default. One GPU for
+    trainer and vLLM: 0.45 for each."""
     engine_devices: tuple[str, ...] = ()
     """vllm: accelerators of each server, as in ("0,1", "2,3"), evals' servers last; () leaves it to
     vLLM."""

@@ -44,6 +44,7 @@ from telescope_jax.setup import (
     build_task,
     episode_settings,
     eval_settings,
+    place_trainer,
     refuse_foreign_kernels_package,
     start_all,
     use_compilation_cache,
@@ -64,6 +65,7 @@ def run(config: Config, config_file: str, workdir: str) -> int:
     """Runs to the end, or to a signal. Returns the exit code."""
     try:
         refuse_foreign_kernels_package()
+        place_trainer(config.placement)
         task = build_task(config)
         folder = Workdir.open(workdir or default_workdir(config_file), task.config, config_file)
     except (WorkdirError, SetupError) as error:
