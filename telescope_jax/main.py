@@ -3,6 +3,7 @@
 import sys
 
 from telescope_jax import flags
+from telescope_jax.signals import exit_with
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,4 +16,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main())

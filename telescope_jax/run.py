@@ -72,12 +72,17 @@ def run(config: Config, config_file: str, workdir: str) -> int:
         print(f"telescope_jax: {error}", file=sys.stderr)
         return 2
     use_compilation_cache()
+    signals = Signals(
+        grace_s=config.checkpoint.grace_s,
+        resume_exit_code=config.checkpoint.resume_exit_code,
+        note=folder.note,
+    )
     code = 1
     with folder.logging():
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(task, folder))
+            code = asyncio.run(_run(task, folder, signals))
         except SetupError as error:
             log.error("%s", error)
             code = 2
@@ -91,21 +96,16 @@ def run(config: Config, config_file: str, workdir: str) -> int:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
         finally:
+            signals.closed()
             folder.note_end(code)
     return code
 
 
-async def _run(task: Task, folder: Workdir) -> int:
+async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(
-            Signals(
-                grace_s=config.checkpoint.grace_s,
-                resume_exit_code=config.checkpoint.resume_exit_code,
-                note=folder.note,
-            )
-        )
+        stack.enter_context(signals)
         guard = await stack.enter_async_context(LoopGuard(end_s=3 * config.watchdog_s))
         stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size

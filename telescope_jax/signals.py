@@ -51,6 +51,7 @@ class Signals:
         self._codes = {signal.SIGINT: 130, signal.SIGTERM: resume_exit_code or 143}
         self._previous: dict[int, Any] = {}
         self._loop: AbstractEventLoop | None = None
+        self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> "Signals":
         self._loop = get_running_loop()
@@ -66,6 +67,11 @@ class Signals:
         """Everything is on the disk. After a signal nothing else is worth the rest of the grace."""
         if self.exit_code:
             self._leave_later(self.exit_code, "saved, but its parts did not close", _CLOSE_S)
+
+    def closed(self) -> None:
+        """All parts are closed, and the process is whose it was before."""
+        for timer in self._timers:
+            timer.cancel()
 
     def failed(self, error: BaseException) -> None:
         """The run failed with `error`, and closes its parts within the grace time, or leaves."""
@@ -95,6 +101,7 @@ class Signals:
         timer = threading.Timer(seconds or self._grace_s, self._leave, (code, why))
         timer.daemon = True  # nothing has to wait for it
         timer.start()
+        self._timers.append(timer)
 
     def _leave(self, code: int, why: str) -> NoReturn:
         with suppress(Exception):
@@ -102,3 +109,11 @@ class Signals:
         with suppress(Exception):
             self._note(state="stopped", exit_code=code)
         os._exit(code)
+
+
+def exit_with(code: int) -> NoReturn:
+    """Ends this process, also when a thread of a part still hangs (a file system, a device)."""
+    timer = threading.Timer(_CLOSE_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
