@@ -27,6 +27,9 @@ from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
 from telescope_jax.config import Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
+from telescope_jax.hosts import several
+from telescope_jax.hosts.leader import SharedCheckpoints
+from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Engine
 from telescope_jax.learner.checkpoint import Checkpoints
@@ -60,40 +63,57 @@ PROMPTS_AHEAD = 64
 NO_SIGNAL_EXIT_CODE = 3
 
 
-def run(config: Config, config_file: str, workdir: str) -> int:
-    """Runs to the end, or to a signal. Returns the exit code."""
+def run(config: Config, config_file: str, workdir: str, peers: Peers | None = None) -> int:
+    """Runs to the end, or to a signal. Returns the exit code.
+
+    Args:
+      peers: the processes of this trainer, if there are several; process 0 runs as one of one does,
+        with a trainer, a store and checkpoints that take the others along (hosts/).
+    """
     try:
         refuse_foreign_kernels_package()
         task = build_task(config)
+        if peers:
+            several.check(task.config, task.mesh)
+            if not peers.leads:
+                use_compilation_cache()
+                return several.follow(peers, task)
         folder = Workdir.open(workdir or default_workdir(config_file), task.config, config_file)
     except (WorkdirError, SetupError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
+        if peers:
+            peers.give_up(2, str(error))
         return 2
     use_compilation_cache()
-    code = 1
+    code, words = 1, ""
     with folder.logging():
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(task, folder))
-        except SetupError as error:
+            code = asyncio.run(_run(task, folder, peers))
+        except (SetupError, HostsError) as error:
             log.error("%s", error)
-            code = 2
+            code, words = 2, str(error)
         except NoSignalError as error:
             log.error("%s", error)
-            code = NO_SIGNAL_EXIT_CODE
+            code, words = NO_SIGNAL_EXIT_CODE, str(error)
         except KeyboardInterrupt:
             log.error("interrupted before the first step; nothing to save")
             code = 130
         except Exception as error:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
+            words = f"{type(error).__name__}: {error}"
         finally:
             folder.note(state="finished" if code == 0 else "stopped", exit_code=code)
+    if peers and words:
+        peers.give_up(code, words)
+    if peers:
+        peers.end()
     return code
 
 
-async def _run(task: Task, folder: Workdir) -> int:
+async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
@@ -104,6 +124,8 @@ async def _run(task: Task, folder: Workdir) -> int:
         stack.callback(checkpoints.close)
 
         store = build_store(config, folder.weights)
+        if peers:
+            several.tell_followers(peers, folder, config)
         shape = EngineShape(
             vocab_size,
             tokenizer.eos_ids,
@@ -116,6 +138,11 @@ async def _run(task: Task, folder: Workdir) -> int:
             build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, task.pretrained
         )
         stack.callback(learner.close)
+        trainer, saver = learner, checkpoints
+        if peers:
+            trainer, store, saver = await asyncio.to_thread(
+                several.lead, peers, learner, store, checkpoints, config
+            )
         engines = await starting
 
         sink = Fanout(
@@ -177,7 +204,7 @@ async def _run(task: Task, folder: Workdir) -> int:
             prompts=prompts,
             episode=training_episode,
             engine=engines["train"],
-            trainer=learner,
+            trainer=trainer,
             store=store,
             evaluated=evaluated_versions(folder.metrics_file),
             evaluator=HeldOutEvaluator(
@@ -191,7 +218,7 @@ async def _run(task: Task, folder: Workdir) -> int:
             ),
             sink=sink,
             events=folder.event,
-            checkpointer=RunCheckpoints(checkpoints),
+            checkpointer=RunCheckpoints(saver),
             on_batch=RolloutTables(
                 folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
             ).write,
@@ -202,8 +229,17 @@ async def _run(task: Task, folder: Workdir) -> int:
             parameters=table(learner.params, mesh),
         )
         signals.orchestrator = orchestrator
+        if peers:
+            several.take_signals(
+                peers,
+                asyncio.get_running_loop(),
+                signals.arrived,
+                stopping=lambda: signals.exit_code != 0,
+            )
         await orchestrator.run()
         await asyncio.to_thread(checkpoints.wait)
+        if peers:
+            several.release(peers, trainer, store, signals.exit_code)
         sink.close()
         lines = read_metrics(folder.metrics_file)
         picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
@@ -215,7 +251,7 @@ async def _run(task: Task, folder: Workdir) -> int:
 class RunCheckpoints:
     """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups."""
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: Checkpoints | SharedCheckpoints) -> None:
         self._checkpoints = checkpoints
 
     async def save(
@@ -246,14 +282,14 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         for number in self._codes:
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived, number)
+            asyncio.get_running_loop().add_signal_handler(number, self.arrived, number)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in self._codes:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _arrived(self, number: signal.Signals) -> None:
+    def arrived(self, number: signal.Signals) -> None:
         code = self._codes[number]
         if self.exit_code or self.orchestrator is None:
             self._exit(code)

@@ -61,6 +61,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.run", COMMAND, "main"),
     ("telescope_jax.setup", COMMAND, "main"),
     ("telescope_jax.pretrained", COMMAND, "main"),
+    ("telescope_jax.hosts", COMMAND, "main"),
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),
     ("telescope_jax.plan", COMMAND, "plan"),

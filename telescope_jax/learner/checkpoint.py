@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -120,7 +121,8 @@ class Checkpoints:
             # Orbax raises one failure for ever; a save after it needs a writer of its own.
             self._writer = _new_writer()
             raise
-        for step in self.steps()[: -self._keep_last]:
+        # Of several processes one deletes: two would race for the same folders (CK-09).
+        for step in self.steps()[: -self._keep_last] if jax.process_index() == 0 else []:
             try:
                 shutil.rmtree(self._path(step))
             except OSError as error:

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from telescope_jax.config import OptimizerConfig, PolicyConfig
 from telescope_jax.learner.loss import Denominators, LossSettings, finish
+from telescope_jax.learner.lowering import abstract_batch, lower_update
 from telescope_jax.learner.optimizer import learning_rate
 from telescope_jax.learner.step import Step, UpdateReport
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import path_name, place_rows
+from telescope_jax.sharding import path_name, place_rows, put, put_tree
 from telescope_jax.types import LossStats, PackedBatch, Params, TrainState
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Learner:
         else:
             expected = jax.eval_shape(self.decoder.init, jax.random.key(0))
             check_structure(params, expected, "the given parameters")
-            params = jax.device_put(params, self._step.params_shardings)
+            params = put_tree(params, self._step.params_shardings)
         opt_state = self._step.init_opt_state(params)
         self._state = TrainState(params, opt_state, self._scalar(np.int32(0)))
         self._reference = params if loss.needs_reference_logprobs else None
@@ -137,13 +138,13 @@ class Learner:
         """
         check_structure(state, self.save_structure(), "the saved state")
         self._state = TrainState(
-            jax.device_put(state["params"], self._step.params_shardings),
+            put_tree(state["params"], self._step.params_shardings),
             # Copied, since the next update donates it and the caller may still hold the arrays.
-            self._step.copy_opt_state(jax.device_put(state["opt_state"], self._step.opt_shardings)),
+            self._step.copy_opt_state(put_tree(state["opt_state"], self._step.opt_shardings)),
             self._scalar(state["step"]),
         )
         if self._reference is not None:
-            self._reference = jax.device_put(state["reference"], self._step.params_shardings)
+            self._reference = put_tree(state["reference"], self._step.params_shardings)
 
     def save_structure(self) -> Mapping[str, Any]:
         """Shapes, dtypes and shardings of what `save` returns, for reading it onto this mesh."""
@@ -156,13 +157,24 @@ class Learner:
             state if self._reference is None else {**state, "reference": self._reference}
         )
 
+    def lowered(self, seq_len: int) -> Mapping[str, jax.stages.Lowered]:
+        """The functions of an update, before they are compiled; see lowering.py."""
+        batch = abstract_batch(
+            self.mesh,
+            self._rows,
+            seq_len,
+            old=self._needs_old,
+            reference=self._reference is not None,
+        )
+        return lower_update(self._step, self.mesh, batch)
+
     def close(self) -> None:
         """Waits for a running update and ends the thread; the parameters stay readable."""
         self._thread.shutdown(wait=True)
         self._compilations.stop()
 
     def _scalar(self, value: Any) -> jax.Array:
-        return jax.device_put(value, self._everywhere)
+        return put(value, self._everywhere)
 
     def _train(
         self, batch: Sequence[PackedBatch]
