@@ -195,8 +195,9 @@ def _same(array: jax.Array) -> jax.Array:
 
 
 def new_writer() -> ocp.AsyncCheckpointer:
-    """Writes versions in the background; `handlers` says how."""
-    return ocp.AsyncCheckpointer(handlers())
+    """Writes versions in the background, every process its own shards."""
+    who = orbax_saves.by_all()
+    return ocp.AsyncCheckpointer(handlers(who), multiprocessing_options=who)
 
 
 def begin_write(

@@ -113,12 +113,20 @@ def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
 class Peers:
     """The processes of this trainer, seen from one of them."""
 
-    def __init__(self, *, patience_s: float = 12.0) -> None:
+    def __init__(
+        self, *, patience_s: float = 12.0, beat_s: float = _BEAT_S, store: Any = None
+    ) -> None:
+        """
+        Args:
+          patience_s: without a sign of life for so long, a process counts as dead.
+          beat_s: seconds between two of them.
+          store: the coordination service's client; None is the one that `join` made.
+        """
         self.count, self.index = jax.process_count(), jax.process_index()
         self.on_stop: Callable[[int], object] | None = None
         self.on_death: Callable[[str], object] | None = None
-        self._store: Any = distributed.global_state.client
-        self._patience = max(2, round(patience_s / _BEAT_S))
+        self._store = store or distributed.global_state.client
+        self._beat_s, self._patience = beat_s, max(2, round(patience_s / beat_s))
         self._commands = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -211,7 +219,7 @@ class Peers:
     def _watch(self) -> None:
         beats: dict[int, tuple[str, int]] = {}  # process -> (its last beat, rounds since)
         number, asked = 0, False
-        while not self._ended.wait(_BEAT_S):
+        while not self._ended.wait(self._beat_s):
             number += 1
             try:
                 self.tell(f"beat/{self.index}", str(number))
@@ -232,7 +240,7 @@ class Peers:
                 beats[index] = (now.get(index, ""), rounds + 1 if same else 0)
                 # One that has not begun yet is waited for by whoever needs it, not here.
                 if beat and index != self.index and beats[index][1] >= self._patience:
-                    silence = f"no sign of life for {self._patience * _BEAT_S:.0f} s"
+                    silence = f"no sign of life for {self._patience * self._beat_s:.0f} s"
                     self._die(f"{self.who(index)} died: {silence}", PEER_EXIT_CODE)
             if stop and not asked and self.on_stop:
                 asked = True

@@ -215,12 +215,19 @@ class Checkpoints:
 
 
 def _new_writer() -> ocp.AsyncCheckpointer:
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    who = orbax_saves.by_all()
+    options = ocp.CompositeOptions(multiprocessing_options=who)
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=who
+    )
 
 
 def _load(path: Path, items: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        who = orbax_saves.by_all()
+        options = ocp.CompositeOptions(multiprocessing_options=who)
+        handler = ocp.CompositeCheckpointHandler(composite_options=options)
+        with ocp.Checkpointer(handler, multiprocessing_options=who) as reader:
             return dict(reader.restore(path, ocp.args.Composite(**items)).items())
     # Orbax and tensorstore document no errors of their own: a cut file has come out as ValueError,
     # KeyError, FileNotFoundError and JSONDecodeError. All mean that it cannot be read.

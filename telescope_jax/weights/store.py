@@ -150,7 +150,7 @@ class OrbaxStore:
         """
         path = epath.Path(ref.path)
         try:
-            checkpointer = ocp.Checkpointer(handlers())
+            checkpointer = _checkpointer()
             metadata = checkpointer.restore(
                 path, ocp.args.Composite(metadata=ocp.args.JsonRestore())
             ).metadata
@@ -183,7 +183,7 @@ class OrbaxStore:
         if not self.holds(ref):
             with orbax_saves.BEGINNING:
                 items = self.items(version, flat, tensors)
-                ocp.Checkpointer(handlers()).save(epath.Path(ref.path), items, force=True)
+                _checkpointer().save(epath.Path(ref.path), items, force=True)
         return ref
 
     def ref(self, version: int, tensors: Mapping[str, str]) -> WeightsRef:
@@ -233,7 +233,7 @@ class OrbaxStore:
 
     def _metadata(self, version: int) -> Mapping[str, Any]:
         only_metadata = ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        return ocp.Checkpointer(handlers()).restore(self._path(version), only_metadata).metadata
+        return _checkpointer().restore(self._path(version), only_metadata).metadata
 
     def _path(self, version: int) -> epath.Path:
         return self.root / f"{version:08d}"
@@ -287,12 +287,18 @@ class MemoryStore:
         return WeightsRef(version, f"memory:{version}", f"memory:{version}")
 
 
-def handlers() -> ocp.CompositeCheckpointHandler:
-    """How orbax reads and writes a version."""
+def handlers(who: orbax_saves.Processes) -> ocp.CompositeCheckpointHandler:
+    """How orbax reads and writes a version, and in which processes."""
     return ocp.CompositeCheckpointHandler(
-        weights=ocp.PyTreeCheckpointHandler(use_ocdbt=False),
-        metadata=ocp.JsonCheckpointHandler(),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=who),
+        weights=ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=who),
+        metadata=ocp.JsonCheckpointHandler(multiprocessing_options=who),
     )
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    who = orbax_saves.by_this_one()
+    return ocp.Checkpointer(handlers(who), multiprocessing_options=who)
 
 
 def _not_about_ocdbt(record: logging.LogRecord) -> bool:
