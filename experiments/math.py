@@ -32,14 +32,16 @@ def get_config(arg: str = "") -> Config:
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
 
-    config.warm_start.steps = 300
+    config.warm_start.steps = 400
+    config.warm_start.learning_rate = 1e-3
+    config.warm_start.until_loss = 0.25  # a sampled accuracy of about 0.3
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = 5
     config.optimizer.final_fraction = 0.05
 
-    config.batch.seq_len = 128
+    config.batch.seq_len = 112
     config.batch.rows_per_microbatch = 2  # small, so that few rows are padding
 
     if arg == "tiny":
@@ -53,6 +55,7 @@ def get_config(arg: str = "") -> Config:
         config.policy.head_dim = 8
         config.policy.mlp_width = 64
         config.warm_start.steps = 20
+        config.warm_start.until_loss = 0.0
         config.loss.drop_zero_advantage = False  # after so short a start most groups fail alike
         config.engine.own_process = False
         config.engine.slots = 16

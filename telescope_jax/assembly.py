@@ -27,6 +27,7 @@ class AssemblySettings:
     advantages: name of the estimator, one of scoring.advantages.ALGORITHMS.
     mask_truncated: rollouts cut for want of room train no token.
     seq_len, rows_per_microbatch, minibatches: the shape of the packed batch.
+    tokenizer_size: ids from here on have no text; a model's vocabulary may be padded with them.
     """
 
     advantages: str
@@ -34,6 +35,7 @@ class AssemblySettings:
     seq_len: int
     rows_per_microbatch: int
     minibatches: int
+    tokenizer_size: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,13 @@ def assemble(step: int, groups: Sequence[Group], settings: AssemblySettings) -> 
         minibatches=settings.minibatches,
     )
     metrics = describe(step, rollouts_P_G)
+    metrics["rollout/unknown_tokens"] = float(
+        sum(
+            np.sum(rollout.tokens[rollout.loss_mask] >= settings.tokenizer_size)
+            for rollouts_G in rollouts_P_G
+            for rollout in rollouts_G
+        )
+    )
     reasons = [reason for row in left_out_P_G for reason in row]
     metrics |= {f"rollout/left_out/{name}": float(n) for name, n in count_reasons(reasons).items()}
     metrics["train/packing_fill"] = fill_fraction(minibatches)

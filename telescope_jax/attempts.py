@@ -9,6 +9,7 @@ a token in it is exactly k − version. A finished group is never thrown away fo
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A finished group; `order` is its place in the order of admission."""
+    """A finished group; `order` is its uid's place in the order of admission."""
 
     attempt: Attempt
     group: Group
@@ -89,7 +90,9 @@ class Attempts:
         self._rules = rules
         self._prompts = prompts
         self._events = events
-        self._orders: dict[Attempt, int] = {}
+        # Of uids: one that is tried again keeps its place, so that the order of the groups in a
+        # batch does not depend on when the failure came.
+        self._orders: dict[Uid, int] = {}
         self._admissions = 0
         self._untrainable_in_a_row = 0
         self._finished: list[float] = []  # mean reward of each group since the last report
@@ -107,8 +110,8 @@ class Attempts:
     def start(self, attempt: Attempt, flight: InFlight) -> None:
         """Enters a group that is about to be played; cancels it if its prompt is too long."""
         self.ledger.dispatch(attempt)
-        if attempt not in self._orders:  # one that a restart caught in flight keeps its place
-            self._orders[attempt] = self._admissions
+        if attempt.uid not in self._orders:
+            self._orders[attempt.uid] = self._admissions
             self._admissions += 1
         self.in_flight[attempt] = flight
         length, limit = len(flight.prompt.tokens), self._rules.max_prompt_tokens
@@ -130,7 +133,7 @@ class Attempts:
             return
         del self.in_flight[attempt]
         self.ledger.hold(attempt)
-        self.held.append(Held(attempt, group, self._orders[attempt]))
+        self.held.append(Held(attempt, group, self._orders[attempt.uid]))
         self.trainable += 1
         self._untrainable_in_a_row = 0
 
@@ -173,7 +176,7 @@ class Attempts:
         """A batch was trained."""
         self.ledger.train(member.attempt for member in members)
         for member in members:
-            del self._orders[member.attempt]
+            del self._orders[member.attempt.uid]
 
     def report(self) -> dict[str, float]:
         """Rewards of all groups that finished since the last report, dropped ones too.
@@ -186,7 +189,8 @@ class Attempts:
         if not finished:
             return {}
         return {
-            "rollout/reward": sum(finished) / len(finished),
+            # Exact, so that the order in which groups finished leaves no trace.
+            "rollout/reward": math.fsum(finished) / len(finished),
             "rollout/no_signal_fraction": without / len(finished),
         }
 
@@ -197,8 +201,11 @@ class Attempts:
             "ledger": self.ledger.state(),
             "prompts": self._prompts.state(),
             "held": [[*h.attempt.uid, h.attempt.number] for h in held],
-            "orders": [[*a.uid, a.number, order] for a, order in self._orders.items()],
+            "orders": [[*uid, order] for uid, order in self._orders.items()],
             "admissions": self._admissions,
+            "finished": list(self._finished),
+            "without_signal": self._without_signal,
+            "untrainable_in_a_row": self._untrainable_in_a_row,
         }
         return values, [h.group for h in held]
 
@@ -208,11 +215,14 @@ class Attempts:
         self.inference_step = step
         self.ledger, in_flight = Ledger.restored(values["ledger"])
         self._prompts.restore(values["prompts"], in_flight)
-        self._orders = {Attempt(Uid(e, i), n): order for e, i, n, order in values["orders"]}
+        self._orders = {Uid(e, i): order for e, i, order in values["orders"]}
         self._admissions = values["admissions"]
+        self._finished = list(values["finished"])
+        self._without_signal = values["without_signal"]
+        self._untrainable_in_a_row = values["untrainable_in_a_row"]
         attempts = [Attempt(Uid(e, i), n) for e, i, n in values["held"]]
         self.held = [
-            Held(attempt, group, self._orders[attempt])
+            Held(attempt, group, self._orders[attempt.uid])
             for attempt, group in zip(attempts, groups, strict=True)
         ]
 
@@ -230,12 +240,13 @@ class Attempts:
             self._prompts.requeue(prompt, attempt.number + 1)
         identity = {"uid": list(attempt.uid), "attempt": attempt.number}
         why = {"reason": booked.value, "cause": reason.value, "detail": detail}
+        if not retry:
+            del self._orders[attempt.uid]
         self._events("drop", identity | why)
         if reason in UNTRAINABLE:
             self._count_untrainable(reason, detail)
 
     def _remove(self, attempt: Attempt) -> Prompt:
-        del self._orders[attempt]
         if flight := self.in_flight.pop(attempt, None):
             return flight.prompt
         held = next(held for held in self.held if held.attempt == attempt)

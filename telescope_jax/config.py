@@ -242,9 +242,14 @@ class PlacementConfig:
 @dataclass(slots=True)
 class EvalConfig:
     items: int = 1_024
-    """Held-out prompts; each is answered once greedily and once sampled."""
+    """Held-out prompts; each is answered once greedily and, if `sampled`, once more."""
+    sampled: bool = True
+    """Answer each prompt a second time, at the training temperature."""
     at_start: bool = True
     """Evaluate version 0."""
+    max_tokens: int = 0
+    """Most sampled tokens of a held-out answer; 0 = sampling.max_tokens. With more of them,
+    `brief_accuracy` is what it would be with those of training."""
     timeout_s: float = 600.0
     """Longest wait for one eval, seconds."""
     servers: int = 0
@@ -255,7 +260,11 @@ class EvalConfig:
 @dataclass(slots=True)
 class WarmStartConfig:
     steps: int = 0
-    """Supervised steps on the environment's own solutions before RL; 0 = off."""
+    """Supervised steps on the environment's own solutions before RL, at most; 0 = off."""
+    until_loss: float = 0.0
+    """End early, once the mean of the last 10 losses is at most this, nats a token; 0 = never.
+    One loss is one ability: a number of steps is not, since seeds and packings learn at different
+    times."""
     batch_size: int = 64
     """Solutions a step."""
     learning_rate: float = 2e-3
@@ -309,7 +318,8 @@ class Config:
     max_untrainable_groups: int = 1_000
     """Groups in a row that end untrainable (equal rewards, failures) before the run ends."""
     watchdog_s: float = 300.0
-    """Longest time without a trainable group; the third time in a row ends the run. Seconds."""
+    """Longest time without a trainable group, seconds; the third time in a row ends the run. Until
+    the first step is trained it is at least engine.start_timeout_s: that time is compilation."""
     env: EnvConfig = field(default_factory=EnvConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -338,6 +348,11 @@ class Config:
         """Most tokens of an episode, prompt included."""
         one_turn = self.sampling.max_prompt_tokens + self.sampling.max_tokens
         return self.sampling.max_episode_tokens or one_turn
+
+    def eval_context(self) -> int:
+        """The same of an episode of an eval."""
+        more = self.eval.max_tokens and self.eval.max_tokens - self.sampling.max_tokens
+        return self.context() + more
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant, for the start of the log."""

@@ -1,6 +1,6 @@
 """Evaluation of held-out prompts on one version, while training goes on.
 
-Every prompt is answered twice: greedily (`accuracy`) and once at the training temperature
+Every prompt is answered greedily (`accuracy`) and, if asked for, once at the training temperature
 (`sampled_accuracy`, which is what the reward curve estimates, on prompts that were never trained).
 An episode that fails is tried again, then left out and counted: a failure is not a wrong answer.
 """
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 
 Kind = Literal["greedy", "sampled"]
-KINDS: tuple[Kind, Kind] = ("greedy", "sampled")
 
 
 class Recording(Protocol):
@@ -43,7 +42,10 @@ class HeldOutEvaluator:
       episode: a fresh episode on `engine`, at temperature 0 or at that of training.
       engine: one of its own holds a version while training goes on; when it is the training engine
         (`shares_engine`), the orchestrator keeps it at the version.
+      sampled: whether each prompt is answered at the training temperature too.
       max_prompt_tokens: longer prompts are left out, with a warning.
+      brief_tokens: the budget of training, where evals have a larger one: `brief_accuracy` counts
+        greedy answers within it alone, which are those that it would have let end; 0 = off.
       max_attempts: tries at an episode before it is left out.
 
     Raises:
@@ -59,12 +61,15 @@ class HeldOutEvaluator:
         *,
         items: int,
         max_prompt_tokens: int,
+        brief_tokens: int = 0,
+        sampled: bool = True,
         shares_engine: bool = False,
         max_attempts: int = 3,
     ) -> None:
         self._env, self._episode, self._engine, self._store = env, episode, engine, store
         self.shares_engine = shares_engine
-        self._max_attempts = max_attempts
+        self._kinds: tuple[Kind, ...] = ("greedy", "sampled") if sampled else ("greedy",)
+        self._max_attempts, self._brief_tokens = max_attempts, brief_tokens
         prompts = [env.prompt(Uid(0, index), split="eval") for index in range(items)]
         self._prompts = [p for p in prompts if len(p.tokens) <= max_prompt_tokens]
         if len(self._prompts) < items:
@@ -88,22 +93,28 @@ class HeldOutEvaluator:
             # Published by the deploy already, or now: a store writes the same version once.
             await self._engine.load(await self._store.publish(version, params))
         async with asyncio.TaskGroup() as tasks:
-            greedy_tasks, sampled_tasks = (
-                [tasks.create_task(self._play(prompt, kind)) for prompt in self._prompts]
-                for kind in KINDS
-            )
-        greedy = [task.result() for task in greedy_tasks]
-        sampled = [task.result() for task in sampled_tasks]
-        failed = sum(rollout is None for rollout in [*greedy, *sampled])
-        if failed == len(greedy) + len(sampled):
+            playing = {
+                kind: [tasks.create_task(self._play(prompt, kind)) for prompt in self._prompts]
+                for kind in self._kinds
+            }
+        played = {kind: [task.result() for task in row] for kind, row in playing.items()}
+        greedy, everything = played["greedy"], [r for row in played.values() for r in row]
+        failed = sum(rollout is None for rollout in everything)
+        if failed == len(everything):
             raise EvalError(f"all {failed} episodes of the eval of version {version} failed")
-        return {
+        values = {
             f"eval/{self._env.name}/accuracy": _mean_reward(greedy),
-            f"eval/{self._env.name}/sampled_accuracy": _mean_reward(sampled),
             f"eval/{self._env.name}/length": _mean_length(greedy),
             f"eval/{self._env.name}/items": float(len(self._prompts)),
             f"eval/{self._env.name}/failed": float(failed),
         }
+        if "sampled" in played:
+            values[f"eval/{self._env.name}/sampled_accuracy"] = _mean_reward(played["sampled"])
+        if self._brief_tokens:
+            values[f"eval/{self._env.name}/brief_accuracy"] = _mean_reward(
+                greedy, within=self._brief_tokens
+            )
+        return values
 
     async def _play(self, prompt: Prompt, kind: Kind) -> Rollout | None:
         for number in range(self._max_attempts):
@@ -123,8 +134,11 @@ class HeldOutEvaluator:
         return None
 
 
-def _mean_reward(rollouts: Sequence[Rollout | None]) -> float:
-    return float(np.mean([r.reward.total for r in rollouts if r is not None] or [np.nan]))
+def _mean_reward(rollouts: Sequence[Rollout | None], within: float = np.inf) -> float:
+    """Mean reward, where an answer of more than `within` sampled tokens earned nothing."""
+    answered = [rollout for rollout in rollouts if rollout is not None]
+    rewards = [r.reward.total if r.loss_mask.sum() <= within else 0.0 for r in answered]
+    return float(np.mean(rewards or [np.nan]))
 
 
 def _mean_length(rollouts: Sequence[Rollout | None]) -> float:

@@ -6,6 +6,7 @@ process. Cancelling a coroutine gives back whatever it holds: slots, requests, w
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from telescope_jax.types import (
@@ -153,6 +154,44 @@ class WeightStore(Protocol):
     async def prune(self, keep: Sequence[int]) -> None:
         """Deletes the versions not in `keep`; a failed deletion is a warning, retried later."""
         ...
+
+
+class Evaluator(Protocol):
+    """Plays the held-out prompts on one version; see evals.py.
+
+    `shares_engine` says that it plays on the training engine, which then has to stay at the
+    version of an eval until that is done (training runs on up to the lead).
+    """
+
+    @property
+    def shares_engine(self) -> bool: ...
+
+    async def evaluate(self, version: int, params: Params) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All that a run needs to go on as if nothing had happened.
+
+    Attributes:
+      step: completed steps.
+      trainer: what `Trainer.save` gave.
+      run: JSON values, for `Attempts.restore`.
+      held: finished groups that are not trained yet, in the order of `run["held"]`.
+      evals: (version, parameters) of the evals that are due and not done, oldest first.
+    """
+
+    step: int
+    trainer: Mapping[str, Any]
+    run: Mapping[str, Any]
+    held: Sequence[Group]
+    evals: Sequence[tuple[int, Params]]
+
+
+class Checkpointer(Protocol):
+    """Keeps checkpoints; see learner/checkpoint.py."""
+
+    async def save(self, checkpoint: Checkpoint) -> None: ...
 
 
 class MetricSink(Protocol):

@@ -19,47 +19,35 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from telescope_jax.assembly import AssemblySettings, TrainingBatch, assemble
 from telescope_jax.attempts import Attempts, Events, Held, InFlight
-from telescope_jax.interfaces import Engine, Environment, MetricSink, Trainer, WeightStore
+from telescope_jax.changed import Changed
+from telescope_jax.interfaces import (
+    Checkpoint,
+    Checkpointer,
+    Engine,
+    Environment,
+    Evaluator,
+    MetricSink,
+    Trainer,
+    WeightStore,
+)
 from telescope_jax.ledger import Attempt, DropReason
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.episode import EpisodeFactory
 from telescope_jax.rollouts.group import GroupFailed, play_group
 from telescope_jax.types import Group, LossStats, Params, Prompt
+from telescope_jax.watchdog import Doing, Watched, watch
 
 log = logging.getLogger(__name__)
-
-
-class Evaluator(Protocol):
-    """Plays the held-out prompts on one version; see evals.py.
-
-    `shares_engine` says that it plays on the training engine, which then has to stay at the
-    version of an eval until that is done (training runs on up to the lead).
-    """
-
-    @property
-    def shares_engine(self) -> bool: ...
-
-    async def evaluate(self, version: int, params: Params) -> Mapping[str, float]: ...
-
-
-class Checkpointer(Protocol):
-    """Keeps checkpoints; see learner/checkpoint.py."""
-
-    async def save(
-        self, step: int, trainer: Mapping[str, Any], run: Mapping[str, Any], held: Sequence[Group]
-    ) -> None: ...
 
 
 OnBatch = Callable[[int, Sequence[Group]], None]
 """Called with (step, groups) before a batch is trained; see rollouts/table.py."""
 
-
-class WatchdogError(RuntimeError):
-    """Nothing became trainable for too long; the message names what waits on what."""
+Gauge = Callable[[], Mapping[str, float]]
+"""Metrics of a part that the orchestrator does not know, asked for once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +61,7 @@ class Schedule:
       eval_at_start: evaluate the version that the run starts from.
       eval_timeout_s: longest wait for one eval.
       watchdog_s: longest time without a trainable group, three times in a row.
+      first_watchdog_s: the same while engine and trainer do their first work, and compile.
     """
 
     number_of_steps: int
@@ -82,6 +71,7 @@ class Schedule:
     eval_at_start: bool = True
     eval_timeout_s: float = 600.0
     watchdog_s: float = 300.0
+    first_watchdog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +80,6 @@ class Assembled:
 
     members: tuple[Held, ...]
     batch: TrainingBatch
-
-
-class Changed:
-    """Wakes every waiter when the state has changed; each one then looks for itself."""
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def notify(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
 
 
 class Orchestrator:
@@ -132,6 +103,8 @@ class Orchestrator:
         checkpointer: Checkpointer | None = None,
         on_batch: OnBatch | None = None,
         evaluated: frozenset[int] = frozenset(),
+        pending_evals: Sequence[tuple[int, Params]] = (),
+        gauges: Sequence[Gauge] = (),
     ) -> None:
         self._schedule = schedule
         self._attempts = attempts
@@ -148,13 +121,15 @@ class Orchestrator:
         self._checkpointer = checkpointer
         self._on_batch = on_batch
         self._on_record = evaluated  # versions whose evals an earlier start of this run has done
+        self._gauges = gauges
 
         self.trainer_step = trainer.step
         self._newest: tuple[int, Params] = (trainer.step, trainer.params)
         self._batches: deque[Assembled] = deque()
-        self._evals: deque[tuple[int, Params]] = deque()
+        self._evals = deque(eval for eval in pending_evals if eval[0] not in evaluated)
         self._evaluated = trainer.step  # what an eval engine holds, and may have to load again
-        self._busy: dict[str, tuple[str, float]] = {}  # who -> (what, since), for the watchdog
+        self._steps_here = self._evals_here = 0  # since this process started
+        self._doing = Doing()
         self._times: dict[str, float] = {}
         self._changed = Changed()
         self._stopping: str | None = None
@@ -172,9 +147,10 @@ class Orchestrator:
         Raises:
           The error of whichever part failed, as that part raised it.
         """
-        if self._eval_is_due() and self.trainer_step not in self._on_record:
+        missing = self.trainer_step not in self._on_record | {version for version, _ in self._evals}
+        if self._eval_is_due() and missing:
             self._evals.append(self._newest)
-        await self._load(*self._newest)
+        await self._load(*self._first_deploy())
         self._assemble()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -183,7 +159,7 @@ class Orchestrator:
                     tasks.create_task(self._produce(tasks), name="produce"),
                     tasks.create_task(self._deploy(), name="deploy"),
                     tasks.create_task(self._evaluate(), name="evaluate"),
-                    tasks.create_task(self._watch(), name="watchdog"),
+                    tasks.create_task(self._watch(), name="watchdog"),  # the engines are ready
                 ]
                 await tasks.create_task(self._learn(), name="learn")
                 await self._changed.until(lambda: not self._evals or self._stopping is not None)
@@ -249,9 +225,7 @@ class Orchestrator:
         while members := self._attempts.take_batch():
             step = self._attempts.inference_step - 1
             groups = [member.group for member in members]
-            batch = assemble(step, groups, self._assembly)
-            batch.metrics.update(self._attempts.report())
-            self._batches.append(Assembled(members, batch))
+            self._batches.append(Assembled(members, assemble(step, groups, self._assembly)))
         self._changed.notify()
 
     # Learn
@@ -266,11 +240,11 @@ class Orchestrator:
             assembled = self._batches[0]
             if self._on_batch:
                 self._on_batch(self.trainer_step, [m.group for m in assembled.members])
-            self._busy["trainer"] = (f"update of step {self.trainer_step}", self._now())
-            stats = await self._trainer.update(assembled.batch.minibatches)
-            del self._busy["trainer"]
+            with self._doing("trainer", f"update of step {self.trainer_step}"):
+                stats = await self._trainer.update(assembled.batch.minibatches)
             self._batches.popleft()
             self._attempts.train(assembled.members)
+            self._steps_here += 1
             step, self.trainer_step = self.trainer_step, self.trainer_step + 1
             self._newest = (self.trainer_step, self._trainer.params)
             if self._eval_is_due():
@@ -300,10 +274,12 @@ class Orchestrator:
 
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}
-        values |= batch.metrics | self._attempts.ledger.metrics()
+        values |= batch.metrics | self._attempts.report() | self._attempts.ledger.metrics()
         values |= {f"time/{name}": value for name, value in self._times.items()}
         values |= {f"engine/{name}": value for name, value in self._engine.metrics().items()}
         values["engine/version"] = float(self.served_version)
+        for gauge in self._gauges:
+            values |= gauge()
         self._sink.log(step, values)
 
     # Deploy
@@ -315,24 +291,25 @@ class Orchestrator:
             if target is not None:
                 await self._load(*target)
 
-    def _next_deploy(self) -> tuple[int, Params] | None:
+    def _first_deploy(self) -> tuple[int, Params]:
         """The newest version, unless an eval on this engine still needs an older one."""
-        target = self._newest
-        if self._evals and self._evaluator and self._evaluator.shares_engine:
-            target = self._evals[0]
+        shares_engine = self._evaluator is not None and self._evaluator.shares_engine
+        return self._evals[0] if self._evals and shares_engine else self._newest
+
+    def _next_deploy(self) -> tuple[int, Params] | None:
+        target = self._first_deploy()
         return target if target[0] > self.served_version else None
 
     async def _load(self, version: int, params: Params) -> None:
         started = self._now()
-        self._busy["deploy"] = (f"publish of version {version}", started)
-        ref = await self._store.publish(version, params)
+        with self._doing("deploy", f"publish of version {version}"):
+            ref = await self._store.publish(version, params)
         self._times["publish"] = self._now() - started
         # Before the engines pause for new weights: what is stale shall not be carried over.
         self._attempts.drop_stale()
         self._changed.notify()
-        self._busy["deploy"] = (f"load of version {version}", self._now())
-        await self._engine.load(ref)
-        del self._busy["deploy"]
+        with self._doing("deploy", f"load of version {version}"):
+            await self._engine.load(ref)
         self._times["deploy"] = self._now() - started
         self._events("deploy", self.progress())
         self._changed.notify()
@@ -349,14 +326,16 @@ class Orchestrator:
             version, params = self._evals[0]
             started = self._now()
             try:
-                async with asyncio.timeout(self._schedule.eval_timeout_s):
-                    values = await self._evaluator.evaluate(version, params)
+                with self._doing("eval", f"version {version}"):
+                    async with asyncio.timeout(self._schedule.eval_timeout_s):
+                        values = await self._evaluator.evaluate(version, params)
             except TimeoutError:
                 log.warning("eval of version %d cut after %.0f s", version, self._now() - started)
                 self._events("eval_timeout", {"version": version})
             else:
                 self._sink.log(version, {**values, "time/eval": self._now() - started})
             self._evaluated, _ = self._evals.popleft()
+            self._evals_here += 1
             self._changed.notify()
 
     def _can_evaluate(self) -> bool:
@@ -367,26 +346,27 @@ class Orchestrator:
     # Watch
 
     async def _watch(self) -> None:
-        strikes, seen = 0, self._attempts.trainable
-        while True:
-            await asyncio.sleep(self._schedule.watchdog_s)
-            if self._attempts.trainable > seen or self._attempts.all_in():
-                strikes, seen = 0, self._attempts.trainable
-                continue
-            strikes += 1
-            message = f"no trainable group for {strikes * self._schedule.watchdog_s:g} s: "
-            message += self.blocker()
-            log.warning("watchdog: %s", message)
-            self._events("watchdog", {"message": message, **self.progress()})
-            if strikes == 3:
-                raise WatchdogError(message)
+        await watch(
+            self._watched,
+            self.blocker,
+            lambda message: self._events("watchdog", {"message": message, **self.progress()}),
+            period_s=self._schedule.watchdog_s,
+            first_period_s=self._schedule.first_watchdog_s,
+        )
+
+    def _watched(self) -> Watched:
+        return Watched(
+            self._attempts.trainable,
+            self._steps_here,
+            self._evals_here,
+            all_in=self._attempts.all_in(),
+            evaluating="eval" in self._doing,
+        )
 
     def blocker(self) -> str:
         """What waits on what, in one line."""
         now = self._now()
-        doing = [
-            f"{who}: {what} for {now - since:.0f} s" for who, (what, since) in self._busy.items()
-        ]
+        doing = self._doing.lines(now)
         if in_flight := self._attempts.in_flight:
             oldest = min(in_flight.values(), key=lambda flight: flight.since)
             doing.append(
@@ -410,9 +390,14 @@ class Orchestrator:
             return
         batched = [member for waiting in self._batches for member in waiting.members]
         values, groups = self._attempts.state(batched)
-        self._busy["checkpoint"] = (f"save of step {self.trainer_step}", self._now())
-        await self._checkpointer.save(self.trainer_step, self._trainer.save(), values, groups)
-        del self._busy["checkpoint"]
+        started = self._now()
+        with self._doing("checkpoint", f"save of step {self.trainer_step}"):
+            await self._checkpointer.save(
+                Checkpoint(
+                    self.trainer_step, self._trainer.save(), values, groups, tuple(self._evals)
+                )
+            )
+        self._times["checkpoint"] = self._now() - started
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

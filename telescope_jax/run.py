@@ -15,11 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
@@ -31,7 +29,7 @@ from telescope_jax.hosts import several
 from telescope_jax.hosts.leader import SharedCheckpoints
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
-from telescope_jax.interfaces import Engine
+from telescope_jax.interfaces import Checkpoint, Engine
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
 from telescope_jax.metrics import Fanout, JsonlSink
@@ -48,13 +46,14 @@ from telescope_jax.setup import (
     build_store,
     build_task,
     episode_settings,
+    eval_settings,
     refuse_foreign_kernels_package,
     start_all,
     use_compilation_cache,
 )
 from telescope_jax.sharding import table
 from telescope_jax.staleness import AsyncBound
-from telescope_jax.types import Group, Prompt
+from telescope_jax.types import Prompt
 from telescope_jax.workdir import Workdir, WorkdirError
 
 log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
         shape = EngineShape(
             vocab_size,
             tokenizer.eos_ids,
-            context=config.context(),
+            context=max(config.context(), config.eval_context()),
             prefill_width=config.sampling.max_prompt_tokens,
         )
         starting = asyncio.create_task(start_all(config, shape, store, folder.path))
@@ -140,8 +139,9 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
         stack.callback(learner.close)
         trainer, saver = learner, checkpoints
         if peers:
+            due = saved.evals if saved is not None else {}
             trainer, store, saver = await asyncio.to_thread(
-                several.lead, peers, learner, store, checkpoints, config
+                several.lead, peers, learner, store, checkpoints, config, due
             )
         engines = await starting
 
@@ -172,11 +172,11 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
         if saved is not None:
             held = unpack_groups(saved.host["groups"], saved.held or {}, env)
             attempts.restore(learner.step, saved.host["run"], held)
-        sampled = episode_settings(config)
+        training, sampled = episode_settings(config), eval_settings(config)
         greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
 
         def training_episode(prompt: Prompt, attempt: Attempt, index: int) -> Episode:
-            return Episode(engines["train"], tokenizer, prompt, attempt, index, sampled)
+            return Episode(engines["train"], tokenizer, prompt, attempt, index, training)
 
         def eval_episode(prompt: Prompt, attempt: Attempt, kind: Kind) -> Episode:
             settings = greedy if kind == "greedy" else sampled
@@ -191,6 +191,7 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
                 eval_at_start=config.eval.at_start,
                 eval_timeout_s=config.eval.timeout_s,
                 watchdog_s=config.watchdog_s,
+                first_watchdog_s=config.engine.start_timeout_s,
             ),
             attempts=attempts,
             assembly=AssemblySettings(
@@ -199,6 +200,7 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
                 config.batch.seq_len,
                 config.batch.rows_per_microbatch,
                 config.batch.minibatches,
+                tokenizer.vocab_size,
             ),
             env=env,
             prompts=prompts,
@@ -207,12 +209,15 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
             trainer=trainer,
             store=store,
             evaluated=evaluated_versions(folder.metrics_file),
+            pending_evals=sorted(saved.evals.items()) if saved is not None else (),
             evaluator=HeldOutEvaluator(
                 env,
                 eval_episode,
                 engines["eval"],
                 store,
                 items=config.eval.items,
+                sampled=config.eval.sampled,
+                brief_tokens=config.sampling.max_tokens if config.eval.max_tokens else 0,
                 max_prompt_tokens=config.sampling.max_prompt_tokens,
                 shares_engine=engines["eval"] is engines["train"],
             ),
@@ -254,13 +259,14 @@ class RunCheckpoints:
     def __init__(self, checkpoints: Checkpoints | SharedCheckpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def save(
-        self, step: int, trainer: Mapping[str, Any], run: Mapping[str, Any], held: Sequence[Group]
-    ) -> None:
+    async def save(self, checkpoint: Checkpoint) -> None:
         """Returns once the arrays are copied; what follows goes on in the background."""
-        groups, arrays = pack_groups(held)
-        host = {"run": run, "groups": groups}
-        await asyncio.to_thread(self._checkpoints.save, trainer, host=host, held=arrays)
+        groups, held = pack_groups(checkpoint.held)
+        host = {"run": checkpoint.run, "groups": groups}
+        evals = dict(checkpoint.evals)
+        await asyncio.to_thread(
+            self._checkpoints.save, checkpoint.trainer, host=host, held=held, evals=evals
+        )
 
 
 class Signals:

@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -226,6 +226,17 @@ def build_learner(config: Config, vocab_size: int, mesh: Mesh, params: Params | 
         old_logprobs=config.loss.old_logprobs,
         params=params,
         seed=config.seed,
+    )
+
+
+def eval_settings(config: Config) -> EpisodeSettings:
+    """Settings of held-out episodes at the training temperature."""
+    training = episode_settings(config)
+    max_tokens = config.eval.max_tokens or config.sampling.max_tokens
+    return replace(
+        training,
+        sampling=replace(training.sampling, max_tokens=max_tokens),
+        context=config.eval_context(),
     )
 
 

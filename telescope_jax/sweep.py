@@ -27,7 +27,7 @@ from telescope_jax.flags import refuse
 from telescope_jax.sweep_points import Point, SweepError, load, remember
 
 MAIN = (sys.executable, "-m", "telescope_jax.main")
-LAUNCHERS = {"slurm": "slurm_launch.py", "xm": "xm_launch.py"}
+LAUNCHERS = {"slurm": "experiments.launch.slurm_launch", "xm": "experiments.launch.xm_launch"}
 
 
 class Runner:
@@ -164,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(given.out or Path("runs") / name).resolve()
     wanted = [name for name in given.metrics.split(",") if name]
     if given.launcher != "local":
-        script = Path(file).resolve().parents[1] / "launch" / LAUNCHERS[given.launcher]
+        module = LAUNCHERS[given.launcher]
         passed_on = [flag for flag in argv if not flag.startswith("--launcher")]
-        return subprocess.run([sys.executable, str(script), *passed_on]).returncode
+        return subprocess.run([sys.executable, "-m", module, *passed_on]).returncode
     try:
         points = load(given.sweep, folder, config_file=given.config, common=common)
         if given.table:

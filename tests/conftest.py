@@ -53,12 +53,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run tests marked tpu_compile: ahead-of-time compilation for TPUs (libtpu)",
     )
-    parser.addoption(
-        "--vllm",
-        action="store_true",
-        help="also run tests marked vllm: a real vLLM server (three of them still depend on how "
-        "fast the machine decodes)",
-    )
 
 
 _stderr_fd = pytest.StashKey[int]()
@@ -80,8 +74,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {}
     if importlib.util.find_spec("vllm") is None:
         absent["vllm"] = "vllm is not installed"
-    elif not config.getoption("--vllm"):
-        absent["vllm"] = "needs --vllm"
     if not config.getoption("--tpu-compile"):
         absent["tpu_compile"] = "needs --tpu-compile"
     counts = config.stash[_skipped] = dict.fromkeys(absent.items(), 0)

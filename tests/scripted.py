@@ -263,11 +263,18 @@ def build(
     env: ScriptedEnv | None = None,
     checkpointer: Any = None,
     trainer_step: int = 0,
+    engine: ScriptedEngine | None = None,
+    trainer: ScriptedTrainer | None = None,
+    store: Any = None,
+    evaluator: Any = None,
+    sink: Any = None,
+    first_watchdog_s: float = 0.0,
+    **orchestrated: Any,
 ) -> Run:
     rng = random.Random(seed)
     env = env or ScriptedEnv(rng)
-    engine = ScriptedEngine(rng, latency_s, servers=servers, failure_rate=engine_failures)
-    trainer = ScriptedTrainer(update_s, trainer_step)
+    engine = engine or ScriptedEngine(rng, latency_s, servers=servers, failure_rate=engine_failures)
+    trainer = trainer or ScriptedTrainer(update_s, trainer_step)
     events: list[tuple[str, dict[str, Any]]] = []
 
     def record(name: str, details: Mapping[str, Any]) -> None:
@@ -284,14 +291,16 @@ def build(
         trainer=trainer,
     )
     settings = EpisodeSettings(SamplingParams(max_tokens=4), 16, 1e5, seed)
-    sink = ListSink()
-    evaluator = None if eval_s is None else ScriptedEvaluator(eval_s, engine, shares_engine)
+    sink = sink or ListSink()
+    if eval_s is not None:
+        evaluator = evaluator or ScriptedEvaluator(eval_s, engine, shares_engine)
     orchestrator = Orchestrator(
         schedule=Schedule(
             steps,
             size,
             eval_every=eval_every,
             watchdog_s=watchdog_s,
+            first_watchdog_s=first_watchdog_s,
             eval_timeout_s=1e5,
             checkpoint_every=2 if checkpointer else 0,
         ),
@@ -304,11 +313,12 @@ def build(
         ),
         engine=engine,
         trainer=trainer,
-        store=ScriptedStore(),
+        store=store or ScriptedStore(),
         evaluator=evaluator,
         sink=sink,
         events=record,
         checkpointer=checkpointer,
+        **orchestrated,
     )
     return Run(orchestrator, attempts, engine, trainer, sink, events, evaluator)
 

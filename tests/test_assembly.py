@@ -57,6 +57,16 @@ def test_ages_are_measured_against_the_batch() -> None:
     assert metrics["rollout/length_stop_fraction"] == 0.25
 
 
+def test_a_sampled_id_of_a_padded_vocabulary_trains_and_is_counted() -> None:
+    """MX-21: rows that pad the vocabulary are sampled like others; a prompt's ids do not count."""
+    settings = AssemblySettings("dr_grpo", False, 16, 1, 1, tokenizer_size=4)
+    batch = assemble(6, GROUPS, settings)
+    # Sampled ids run from 2, so rollouts of 3, 2, 4 and 1 tokens hold 1, 0, 2 and 0 ids over 3.
+    assert batch.metrics["rollout/unknown_tokens"] == 3
+    assert sum(packed.loss_mask.sum() for packed in batch.minibatches) == 10
+    assert assemble(6, GROUPS, SETTINGS).metrics["rollout/unknown_tokens"] == 0
+
+
 def test_a_masked_rollout_trains_nothing_but_its_reward_counts_in_its_group() -> None:
     settings = AssemblySettings("dr_grpo", True, 16, 1, 1)
     batch = assemble(6, GROUPS, settings)

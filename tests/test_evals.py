@@ -37,7 +37,14 @@ class GreedyEngine(ScriptedEngine):
         return completion
 
 
-def build(engine: GreedyEngine, rng: random.Random, items: int, limit: int = 8) -> HeldOutEvaluator:
+def build(
+    engine: GreedyEngine,
+    rng: random.Random,
+    items: int,
+    limit: int = 8,
+    brief: int = 0,
+    twice: bool = True,
+) -> HeldOutEvaluator:
     sampled = EpisodeSettings(SamplingParams(max_tokens=4), 16, 60.0, 0)
     greedy = replace(sampled, sampling=replace(sampled.sampling, temperature=0.0))
 
@@ -46,7 +53,14 @@ def build(engine: GreedyEngine, rng: random.Random, items: int, limit: int = 8) 
         return Episode(engine, ScriptedTokenizer(), prompt, attempt, 0, settings, purpose=kind)
 
     return HeldOutEvaluator(
-        GreedyIsRight(rng), episode, engine, ScriptedStore(), items=items, max_prompt_tokens=limit
+        GreedyIsRight(rng),
+        episode,
+        engine,
+        ScriptedStore(),
+        items=items,
+        max_prompt_tokens=limit,
+        brief_tokens=brief,
+        sampled=twice,
     )
 
 
@@ -77,6 +91,26 @@ def test_a_failed_episode_is_tried_again_and_never_counts_as_wrong() -> None:
 def test_an_eval_without_any_answer_is_an_error_and_not_an_accuracy_of_zero() -> None:
     with pytest.raises(EvalError, match="all 10 episodes of the eval of version 7 failed"):
         evaluate(failures=30)
+
+
+def test_an_eval_without_sampled_answers_costs_half() -> None:
+    rng = random.Random(0)
+    engine = GreedyEngine(rng, lambda r: 1.0)
+    values, _ = run_virtual(build(engine, rng, items=40, twice=False).evaluate(0, 0))
+    assert "eval/scripted/sampled_accuracy" not in values and engine.most_running == 40
+    assert values["eval/scripted/accuracy"] == 1.0
+
+
+def test_a_brief_budget_counts_longer_answers_as_wrong() -> None:
+    def brief_accuracy(budget: int) -> float:
+        rng = random.Random(0)
+        evaluator = build(GreedyEngine(rng, lambda r: 1.0, tokens=4), rng, items=5, brief=budget)
+        values, _ = run_virtual(evaluator.evaluate(0, 0))
+        assert values["eval/scripted/accuracy"] == 1.0
+        return values["eval/scripted/brief_accuracy"]
+
+    assert (brief_accuracy(4), brief_accuracy(3)) == (1.0, 0.0)
+    assert "eval/scripted/brief_accuracy" not in evaluate(failures=0)
 
 
 def test_evals_run_side_by_side() -> None:

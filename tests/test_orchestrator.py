@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope_jax.attempts import NoSignalError
-from telescope_jax.interfaces import EngineLost
+from telescope_jax.interfaces import Checkpoint, EngineLost
 from telescope_jax.ledger import DropReason, Place
-from telescope_jax.orchestrator import WatchdogError
+from telescope_jax.watchdog import WatchdogError
 from tests.scripted import FAILURES, Run, ScriptedEnv, build
 from tests.virtual_clock import Deadlock, run_virtual
 
@@ -275,10 +275,10 @@ def test_each_prompt_is_used_once_an_epoch() -> None:
 
 class MemoryCheckpointer:
     def __init__(self) -> None:
-        self.saved: list[tuple[int, Any, Any, Any]] = []
+        self.saved: list[Checkpoint] = []
 
-    async def save(self, step: int, trainer: Any, run: Any, held: Any) -> None:
-        self.saved.append((step, trainer, run, held))
+    async def save(self, checkpoint: Checkpoint) -> None:
+        self.saved.append(checkpoint)
 
 
 @settings(max_examples=60)
@@ -288,11 +288,12 @@ def test_a_resumed_run_skips_no_prompt_and_trains_none_twice(seed: int, lead: in
     saver = MemoryCheckpointer()
     first = build(seed=seed, steps=8, lead=lead, checkpointer=saver)
     run_virtual(first.orchestrator.run())
-    step, trainer, values, held = saver.saved[at % 3]  # of steps 2, 4 and 6
+    saved = saver.saved[at % 3]  # of steps 2, 4 and 6
+    step = saved.step
     before = [member.attempt.uid for k, member in first.attempts.trained if k < step]
 
-    second = build(seed=seed, steps=8, lead=lead, trainer_step=trainer["step"])
-    second.attempts.restore(step, values, held)
+    second = build(seed=seed, steps=8, lead=lead, trainer_step=saved.trainer["step"])
+    second.attempts.restore(step, saved.run, saved.held)
     run_virtual(second.orchestrator.run())
     assert second.engine.loads[0] == step
     after = [member.attempt.uid for _, member in second.attempts.trained]
@@ -314,8 +315,8 @@ def test_stop_ends_after_the_running_update_and_keeps_what_is_in_flight_for_resu
 
     _, took = run_virtual(main())
     assert 20.25 <= took < 22
-    step, _, values, _ = saver.saved[-1]
-    assert step == run.orchestrator.trainer_step < 50
-    live = [place for *_, place in values["ledger"]["live"]]
+    saved = saver.saved[-1]
+    assert saved.step == run.orchestrator.trainer_step < 50
+    live = [place for *_, place in saved.run["ledger"]["live"]]
     assert "in_flight" in live, "the checkpoint knows what to start again"
     assert run.attempts.ledger.dropped[DropReason.SHUTDOWN] == live.count("in_flight")

@@ -22,9 +22,15 @@ class Passes(Protocol):
     """
 
     def forward(
-        self, hidden: Array, unembed: Array, targets: Array, inverse_temperature: Array
+        self,
+        hidden: Array,
+        unembed: Array,
+        targets: Array,
+        inverse_temperature: Array,
+        *,
+        keep: bool,
     ) -> tuple[tile.Statistics, Any]:
-        """The statistics of the columns of `unembed`, and what `backward` wants kept."""
+        """The statistics of the columns of `unembed`, and what `backward` wants saved if `keep`."""
         ...
 
     def backward(
@@ -49,11 +55,12 @@ def differentiable(
     inverse_temperature: Float[Array, "T 1"],
 ) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"], Float[Array, "T 1"]]:
     """(log-prob, entropy, log-sum-exp), with gradients to `hidden` and `unembed` alone."""
-    return _forward(passes, hidden, unembed, targets, inverse_temperature)[0]
+    statistics, _ = passes.forward(hidden, unembed, targets, inverse_temperature, keep=False)
+    return tile.outputs(statistics)[1]
 
 
 def _forward(passes, hidden, unembed, targets, inverse_temperature):
-    statistics, saved = passes.forward(hidden, unembed, targets, inverse_temperature)
+    statistics, saved = passes.forward(hidden, unembed, targets, inverse_temperature, keep=True)
     normaliser, outputs = tile.outputs(statistics)
     return outputs, (hidden, unembed, targets, inverse_temperature, saved, normaliser)
 

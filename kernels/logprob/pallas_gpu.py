@@ -84,8 +84,11 @@ class PallasGpu:
         unembed: Float[Array, "..."],
         targets: Int[Array, "T 1"],
         inverse_temperature: Float[Array, "T 1"],
+        *,
+        keep: bool,
     ) -> tuple[tile.Statistics, None]:
         """The statistics of every token: one kernel, then the shares are merged."""
+        del keep
         tokens = hidden.shape[0]
         vocabulary = unembed.shape[vocabulary_axis(self.layout)]
         blocks = pl.cdiv(vocabulary, self.tiling.columns)
@@ -125,7 +128,8 @@ class PallasGpu:
             hidden, inverse_temperature, *rows
         )
 
-        def d_logits(start, block: Float[Array, "..."]) -> Float[Array, "T C"]:
+        def d_logits(start, block: Float[Array, "..."], kept: object) -> Float[Array, "T C"]:
+            del kept
             # Padding has the target -1 or less, so that no column is its target.
             (local,) = self._padded(targets - start, fill=-1)
             width = block.shape[vocabulary_axis(self.layout)]

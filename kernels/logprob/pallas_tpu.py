@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels.logprob import tile
-from kernels.logprob.blocks import Blocks, blocks_for
+from kernels.logprob.blocks import Blocks, blocks_for, widest
 from kernels.logprob.operands import Layout, contract, dot, vocabulary_axis
 
 LANES = 128
@@ -32,10 +32,14 @@ SUBLANES = 16
 def refusals(device_kind: str, width: int, dtype: jax.typing.DTypeLike) -> list[str]:
     """Why this implementation cannot take the case; empty if it can."""
     reasons = []
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        reasons.append(f"TPUs multiply bfloat16 and float32, not {jnp.dtype(dtype)}")
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append(f"TPUs multiply bfloat16 and float32, not {dtype}")
     if blocks_for(device_kind, width, dtype) is None:
-        reasons.append(f"blocks.py has no blocks {width} wide for a {device_kind}")
+        limit = widest(device_kind, dtype)
+        reasons.append(
+            f"{dtype} blocks fit the VMEM of a {device_kind} up to D={limit}, not {width}"
+        )
     return reasons
 
 
@@ -54,8 +58,11 @@ class PallasTpu:
         unembed: Float[Array, "..."],
         targets: Int[Array, "T 1"],
         inverse_temperature: Float[Array, "T 1"],
+        *,
+        keep: bool,
     ) -> tuple[tile.Statistics, None]:
         """The statistics of every token, from one kernel."""
+        del keep
         tokens = hidden.shape[0]
         grid = _Grid.of(self, hidden, unembed, self.blocks.forward, tokens_first=True)
         statistics = grid.call(

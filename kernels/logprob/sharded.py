@@ -142,8 +142,9 @@ class _Plan:
         return PartitionSpec(*(specs if self.axis == 0 else specs[::-1]))
 
     @property
-    def logits(self) -> PartitionSpec:
-        return PartitionSpec(self.token_axes, self.vocabulary_axes)
+    def saved(self) -> PartitionSpec:
+        """What the forward pass saves is each device's own, behind an axis of devices."""
+        return PartitionSpec((*self.token_axes, *self.vocabulary_axes))
 
     def gathered(self, unembed: Array) -> Array:
         """The device's columns in full width."""
@@ -166,26 +167,33 @@ def _differentiable(
     column: Int[Array, "T 1"],
     inverse_temperature: Float[Array, "T 1"],
 ) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"], Float[Array, "T 1"]]:
-    return _forward(plan, hidden, unembed, column, inverse_temperature)[0]
+    statistics, _ = _statistics(plan, hidden, unembed, column, inverse_temperature, keep=False)
+    return tile.outputs(statistics)[1]
 
 
 def _forward(plan, hidden, unembed, column, inverse_temperature):
+    statistics, saved = _statistics(plan, hidden, unembed, column, inverse_temperature, keep=True)
+    normaliser, outputs = tile.outputs(statistics)
+    return outputs, (hidden, unembed, column, inverse_temperature, saved, normaliser)
+
+
+def _statistics(plan, hidden, unembed, column, inverse_temperature, *, keep: bool):
+    """(statistics over all columns, what each device saves for its backward pass)."""
+
     def device(hidden, unembed, column, inverse_temperature):
         full = plan.gathered(unembed)
         statistics, saved = plan.passes.forward(
-            hidden, full, plan.local(column, full), inverse_temperature
+            hidden, full, plan.local(column, full), inverse_temperature, keep=keep
         )
-        return merged(statistics, plan.vocabulary_axes), saved
+        return merged(statistics, plan.vocabulary_axes), jax.tree.map(lambda x: x[None], saved)
 
-    statistics, saved = jax.shard_map(
+    return jax.shard_map(
         device,
         mesh=plan.mesh,
         in_specs=(plan.tokens, plan.unembed, plan.tokens, plan.tokens),
-        out_specs=(plan.tokens, plan.logits),
+        out_specs=(plan.tokens, plan.saved),
         check_vma=False,
     )(hidden, unembed, column, inverse_temperature)
-    normaliser, outputs = tile.outputs(statistics)
-    return outputs, (hidden, unembed, column, inverse_temperature, saved, normaliser)
 
 
 def _backward(plan, residuals, cotangents):
@@ -194,6 +202,7 @@ def _backward(plan, residuals, cotangents):
 
     def device(hidden, unembed, column, inverse_temperature, saved, rows):
         full = plan.gathered(unembed)
+        saved = jax.tree.map(lambda x: x[0], saved)
         d_hidden, d_unembed = plan.passes.backward(
             hidden, full, plan.local(column, full), inverse_temperature, saved, rows
         )
@@ -211,7 +220,7 @@ def _backward(plan, residuals, cotangents):
     d_hidden, d_unembed = jax.shard_map(
         device,
         mesh=plan.mesh,
-        in_specs=(plan.tokens, plan.unembed, *[plan.tokens] * 2, plan.logits, plan.tokens),
+        in_specs=(plan.tokens, plan.unembed, *[plan.tokens] * 2, plan.saved, plan.tokens),
         out_specs=(plan.tokens, plan.unembed),
         check_vma=False,
     )(hidden, unembed, column, inverse_temperature, saved, rows)

@@ -53,17 +53,11 @@ class RowGradients(NamedTuple):
 def scaled(
     raw: Float[Array, "T C"], inverse_temperature: Float[Array, "T 1"], softcap: float | None
 ) -> tuple[Float[Array, "T C"], Float[Array, "T C"]]:
-    """(z, dz/draw): z = softcap · tanh(raw / softcap) / temperature, or raw / temperature.
-
-    A logit of -inf (a masked column) becomes `LOWEST`: its e^(z-m)(z-m) must be 0, not 0 · inf.
-    """
+    """(z, dz/draw): z = softcap · tanh(raw / softcap) / temperature, or raw / temperature."""
     if softcap is None:
-        z, slope = raw * inverse_temperature, inverse_temperature
-    else:
-        tanh = jnp.tanh(raw * (1.0 / softcap))
-        z = softcap * tanh * inverse_temperature
-        slope = inverse_temperature * (1.0 - tanh * tanh)
-    return jnp.maximum(z, LOWEST), slope
+        return raw * inverse_temperature, inverse_temperature
+    tanh = jnp.tanh(raw * (1.0 / softcap))
+    return softcap * tanh * inverse_temperature, inverse_temperature * (1.0 - tanh * tanh)
 
 
 def empty(tokens: int, dtype: jax.typing.DTypeLike) -> Statistics:
@@ -78,7 +72,8 @@ def update(carry: Statistics, z: Float[Array, "T C"], target: Float[Array, "T 1"
     `target` is the target's logit where the tile holds the target, else 0.
     """
     peak = jnp.maximum(carry.peak, jnp.max(z, axis=1, keepdims=True))
-    shifted = z - peak
+    # A logit of -inf (a masked column) adds e^(z-m)(z-m) = 0, not 0 · inf.
+    shifted = jnp.maximum(z - peak, LOWEST)
     weight = jnp.exp(shifted)
     mass = jnp.sum(weight, axis=1, keepdims=True)
     moment = jnp.sum(weight * shifted, axis=1, keepdims=True)
@@ -122,7 +117,8 @@ def dz(
 
     dz = p · (g_logsumexp - g_logprob - g_entropy · (log p + H)) + 1[target] · g_logprob.
     """
-    log_p = (z - rows.peak) - rows.log_mass
+    # As in `update`: p log p is 0 where p is.
+    log_p = jnp.maximum((z - rows.peak) - rows.log_mass, LOWEST)
     constant = rows.g_logsumexp - rows.g_logprob - rows.g_entropy * rows.entropy
     gradient = jnp.exp(log_p) * (constant - rows.g_entropy * log_p)
     return gradient + jnp.where(is_target, rows.g_logprob, 0.0)

@@ -7,7 +7,7 @@ ends the run for all after a checkpoint; a second one ends this process at once.
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,12 +27,25 @@ class Follower:
     """Carries out commands until the one that ends."""
 
     def __init__(
-        self, peers: Peers, learner: Learner, store: OrbaxStore, checkpoints: Checkpoints
+        self,
+        peers: Peers,
+        learner: Learner,
+        store: OrbaxStore,
+        checkpoints: Checkpoints,
+        *,
+        evals: Mapping[int, Params] | None = None,
     ) -> None:
+        """
+        Args:
+          evals: older versions, by number, whose evals were due when the run was cut.
+        """
         self._peers, self._learner = peers, learner
         self._store, self._checkpoints = store, checkpoints
         self._writer = new_writer()
-        self._versions: dict[int, Params] = {learner.step: learner.params}
+        self._versions: dict[int, Params] = {
+            **(evals or {}),
+            learner.step: learner.params,
+        }
         self._served: Mapping[str, Any] = {}
 
     def run(self) -> int:
@@ -59,12 +72,7 @@ class Follower:
         self._versions[self._learner.step] = self._learner.params
 
     def _gather(self, version: int) -> None:
-        if version not in self._versions:
-            raise HostsError(
-                f"process 0 publishes version {version} and this process holds "
-                f"{sorted(self._versions)}"
-            )
-        self._served = self._store.cast(self._versions[version])
+        self._served = self._store.cast(self._version(version))
         for _ in gathered(self._served):
             pass
 
@@ -73,9 +81,21 @@ class Follower:
             begin_write(self._writer, self._store, version, self._served, tensors)
         self._served = {}
 
-    def _checkpoint(self, held: Mapping[str, Any]) -> None:
+    def _version(self, version: int) -> Params:
+        if version not in self._versions:
+            raise HostsError(
+                f"process 0 wants version {version} and this process holds {sorted(self._versions)}"
+            )
+        return self._versions[version]
+
+    def _checkpoint(self, name: str, held: Mapping[str, Any], evals: Sequence[int]) -> None:
         # What is held is process 0's to write; orbax wants the same tree of everybody.
-        self._checkpoints.save(self._learner.save(), held=zeros(held))
+        self._checkpoints.save(
+            self._learner.save(),
+            held=zeros(held),
+            evals={version: self._version(version) for version in evals},
+            name=name,
+        )
 
 
 def pass_signals_on(peers: Peers) -> None:

@@ -49,12 +49,20 @@ class Turn:
 class SharedTrainer:
     """interfaces.Trainer: the learner of this process and those of the others, in step."""
 
-    def __init__(self, learner: Learner, turn: Turn, rows_per_microbatch: int) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        turn: Turn,
+        rows_per_microbatch: int,
+        *,
+        evals: Mapping[int, Params] | None = None,
+    ) -> None:
         self.learner = learner
         self._turn, self._rows = turn, rows_per_microbatch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         # The others keep a version for as long as anybody here holds it, and no longer.
-        self._alive: dict[int, weakref.ref] = {learner.step: _first(learner.params)}
+        versions = {**(evals or {}), learner.step: learner.params}
+        self._alive: dict[int, weakref.ref] = {v: _first(p) for v, p in versions.items()}
 
     @property
     def step(self) -> int:
@@ -159,12 +167,25 @@ class SharedCheckpoints:
         self._inner, self._learner, self._turn = inner, learner, turn
 
     def save(
-        self, state: Mapping[str, Any], *, host: Mapping[str, Any] | None = None, held: Any = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        host: Mapping[str, Any] | None = None,
+        held: Any = None,
+        evals: Mapping[int, Params] | None = None,
     ) -> None:
         """As Checkpoints.save; the arrays come from the learner, in all processes at once."""
         del state
-        with self._turn.take("checkpoint", held=shapes(held or {})):
-            self._inner.save(self._learner.save(), host=host, held=held)
+        self._inner.wait()
+        about = {
+            "name": self._inner.next_name(self._learner.step),
+            "held": shapes(held or {}),
+            "evals": sorted(evals or {}),
+        }
+        with self._turn.take("checkpoint", **about):
+            self._inner.save(
+                self._learner.save(), host=host, held=held, evals=evals, name=about["name"]
+            )
 
     def restore(self, structure: Mapping[str, Any], *, step: int | None = None) -> Restored | None:
         """As Checkpoints.restore."""

@@ -104,8 +104,8 @@ def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
         where.process,
         cluster_detection_method=detect,
         initialization_timeout=start_timeout_s,
-        # The last resort, in words of C++; `Peers` notices first.
-        heartbeat_timeout_seconds=25,
+        # The last resort: it counts seconds in which the whole machine stood still; `Peers` does not.
+        heartbeat_timeout_seconds=300,
     )
     return Peers() if jax.process_count() > 1 else None
 
@@ -125,7 +125,7 @@ class Peers:
         self.count, self.index = jax.process_count(), jax.process_index()
         self.on_stop: Callable[[int], object] | None = None
         self.on_death: Callable[[str], object] | None = None
-        self._store = store or distributed.global_state.client
+        self._store: Any = store or distributed.global_state.client
         self._beat_s, self._patience = beat_s, max(2, round(patience_s / beat_s))
         self._commands = 0
         self._ended = threading.Event()

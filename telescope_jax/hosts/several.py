@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.learner import Learner
 from telescope_jax.setup import SetupError, Task, build_or_restore, build_store
+from telescope_jax.types import Params
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
 from telescope_jax.workdir import Workdir
 
@@ -56,13 +57,14 @@ def lead(
     store: OrbaxStore | MemoryStore,
     checkpoints: Checkpoints,
     config: Config,
+    evals: Mapping[int, Params],
 ) -> tuple[SharedTrainer, SharedStore, SharedCheckpoints]:
     """Process 0: what the orchestrator is given in place of the three."""
     assert isinstance(store, OrbaxStore), "refused by check()"
     agree_on_programs(peers, learner, config.batch.seq_len)
     turn = Turn(peers)
     return (
-        SharedTrainer(learner, turn, config.batch.rows_per_microbatch),
+        SharedTrainer(learner, turn, config.batch.rows_per_microbatch, evals=evals),
         SharedStore(store, turn),
         SharedCheckpoints(checkpoints, learner, turn),
     )
@@ -104,13 +106,14 @@ def follow(peers: Peers, task: Task) -> int:
         agree_on_setup(peers, config)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
         checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.checkpoint.keep_last)
-        learner, _ = build_or_restore(
+        learner, saved = build_or_restore(
             config, task.env, tokenizer, vocab_size, task.mesh, checkpoints, task.pretrained
         )
         agree_on_programs(peers, learner, config.batch.seq_len)
         store = build_store(config, workdir / "weights")
         assert isinstance(store, OrbaxStore), "refused by check()"
-        code = follower.Follower(peers, learner, store, checkpoints).run()
+        evals = saved.evals if saved is not None else {}
+        code = follower.Follower(peers, learner, store, checkpoints, evals=evals).run()
         checkpoints.close()
         learner.close()
         peers.end()

@@ -350,7 +350,9 @@ class VllmClient:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                # A connection each: the server drops an idle one after seconds, and a request that
+                # was just being sent on it would look like a server that died.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(
                     total=self._timeout_s, sock_connect=_CONNECT_TIMEOUT_S
                 ),

@@ -8,6 +8,7 @@ The result is cached under a hash of all that decides it: the configuration, the
 data, the versions of the libraries, and the source of the code that trains.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -37,6 +38,8 @@ from telescope_jax.types import PackedBatch, Params, Reward, Rollout, StopReason
 
 _log = logging.getLogger(__name__)
 
+_AVERAGED_LOSSES = 10
+
 Solution = tuple[Int[np.ndarray, " T"], Bool[np.ndarray, " T"]]
 """Tokens of a prompt with its solution, and a mask of the tokens to learn."""
 
@@ -53,7 +56,7 @@ def warm_start(
     optimizer: OptimizerConfig | None = None,
     cache_folder: Path | None = None,
 ) -> Params:
-    """Parameters after `config.steps` supervised steps from random ones, on `mesh`.
+    """Parameters after at most `config.steps` supervised steps from random ones, on `mesh`.
 
     Args:
       solutions: at least steps × batch_size of them, drawn from training prompts only.
@@ -116,11 +119,23 @@ def _train(
         rows_per_microbatch=microbatch,
         seed=seed,
     )
+    recent = collections.deque(maxlen=_AVERAGED_LOSSES)
     try:
-        for step, batch in enumerate(_batches(rows, size, seq_len, microbatch)):
-            stats = learner.update_now(batch)
-            if step == 0 or (step + 1) % 50 == 0:
-                _log.info("warm start: step %d | loss %.3f", step + 1, stats.loss)
+        for step, batch in enumerate(_batches(rows, size, seq_len, microbatch), start=1):
+            recent.append(learner.update_now(batch).loss)
+            loss = sum(recent) / len(recent)
+            reached = len(recent) == recent.maxlen and loss <= config.until_loss
+            if step == 1 or step % 50 == 0 or reached:
+                _log.info("warm start: step %d | loss %.3f", step, loss)
+            if reached:
+                break
+        else:
+            if config.until_loss:
+                _log.warning(
+                    "warm start: the loss is %.3f after all %d steps, not yet until_loss=%g; "
+                    "raise warm_start.steps for the ability that it stands for",
+                    *(loss, config.steps, config.until_loss),
+                )
         return learner.params
     finally:
         learner.close()

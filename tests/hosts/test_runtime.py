@@ -45,21 +45,25 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store()
 
 
-def peers(store: Store, index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peers, list[int]]:
+class Codes(list[int]):
+    """Exit codes of the watch; `over` is set with the first."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+
+def peers(store: Store, index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Peers, Codes]:
     """The peers seen from `index`, and the exit code once its watch ends the process."""
-    codes: list[int] = []
-    over = threading.Event()
+    codes = Codes()
 
     def leave(code: int) -> None:
         codes.append(code)
-        over.set()
+        codes.over.set()
         threading.Event().wait()  # the watching thread is a daemon, and goes no further
 
     monkeypatch.setattr(runtime, "leave", leave)
     monkeypatch.setattr(jax, "process_index", lambda: index)
-    made = Peers(patience_s=0.1, beat_s=0.01, store=store)
-    made.over = over  # type: ignore[attr-defined]
-    return made, codes
+    return Peers(patience_s=0.1, beat_s=0.01, store=store), codes
 
 
 def test_flags_win_over_the_launchers_environment():
@@ -92,7 +96,7 @@ def test_a_silent_process_is_named_and_all_end(store, monkeypatch, capsys):
     store.values["telescope/who/1"] = "process 1 (there, pid 7)"
     store.values["telescope/beat/1"] = "5"  # once, and never again
     mine, codes = peers(store, 0, monkeypatch)
-    assert mine.over.wait(10) and codes == [runtime.PEER_EXIT_CODE]
+    assert codes.over.wait(10) and codes == [runtime.PEER_EXIT_CODE]
     assert "process 1 (there, pid 7) died: no sign of life" in capsys.readouterr().err
     told = json.loads(store.values["telescope/last_words/0"])
     assert "process 1 (there, pid 7) died" in told["words"]
@@ -100,7 +104,7 @@ def test_a_silent_process_is_named_and_all_end(store, monkeypatch, capsys):
 
 def test_a_process_that_has_not_begun_yet_is_not_dead(store, monkeypatch):
     mine, codes = peers(store, 0, monkeypatch)
-    assert not mine.over.wait(0.5) and codes == []
+    assert not codes.over.wait(0.5) and codes == []
     mine._ended.set()
 
 
@@ -108,7 +112,7 @@ def test_last_words_of_process_0_end_the_others_with_its_code(store, monkeypatch
     words = {"code": 3, "words": "NoSignalError: nothing to learn from"}
     store.values["telescope/last_words/0"] = json.dumps(words)
     mine, codes = peers(store, 2, monkeypatch)
-    assert mine.over.wait(10) and codes == [3]
+    assert codes.over.wait(10) and codes == [3]
     assert "process 0 failed: NoSignalError" in capsys.readouterr().err
 
 

@@ -65,6 +65,7 @@ class Script:
     disconnected: int = 0
     seen: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    kept: int = 0  # requests whose connection their client would use again
     strangers: int = 0  # requests without the key, beside /health
 
 
@@ -88,6 +89,7 @@ class Stub:
     @web.middleware
     async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
         script = self.script
+        script.kept += request.keep_alive
         if request.path != "/health":
             script.seen.append(request.path)
             if request.headers.get("Authorization") != f"Bearer {script.key}":

@@ -168,6 +168,15 @@ def test_cancelling_closes_the_request_at_any_moment():  # OR-25
     assert script.running == 0
 
 
+def test_no_request_waits_on_a_connection_that_the_server_may_be_closing():
+    """A server closes an idle connection after seconds; a request sent on it just then is lost, and
+    lost in a load it ended the server."""
+    script = Script()
+    generate(script)
+    load(script)
+    assert len(script.seen) > 5 and script.kept == 0
+
+
 def test_a_foreign_server_gets_nothing_but_a_probe():  # OR-31
     script = Script(name="somebody-else")
 

@@ -49,7 +49,7 @@ def checkpoints(tmp_path: Path):
 
 
 def folder(checkpoints: Checkpoints, step: int) -> Path:
-    return checkpoints._path(step)
+    return checkpoints._folder / f"step_{step:06d}"
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (2, 2, 2), (1, 8, 1)], ids=str)
@@ -154,10 +154,15 @@ def test_a_folder_that_cannot_be_deleted_is_a_warning(checkpoints, monkeypatch, 
         for step in (1, 2, 3):
             checkpoints.save(state(step))
         checkpoints.wait()
-        assert checkpoints.steps() == [1, 2, 3]
-        assert "step 1 could not be deleted" in caplog.text
-    checkpoints.wait()
+        assert "step_000001 could not be deleted" in caplog.text
     assert checkpoints.steps() == [2, 3]
+    assert len(list(checkpoints._folder.iterdir())) == 3, "the failed deletion left its folder"
+    checkpoints.save(state(4))
+    checkpoints.wait()
+    assert sorted(entry.name for entry in checkpoints._folder.iterdir()) == [
+        "step_000003",
+        "step_000004",
+    ]
 
 
 def test_a_save_that_fails_in_the_background_is_raised_and_leaves_no_checkpoint(tmp_path):

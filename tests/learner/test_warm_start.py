@@ -1,7 +1,9 @@
 """The warm start learns, and its cache is hit by the same inputs and by nothing else."""
 
+import dataclasses
 import itertools
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +96,19 @@ def test_a_damaged_cache_is_made_again_with_a_warning(first, damage, tmp_path, m
         run(tmp_path)
     assert "cannot be used and is made again" in caplog.text
     assert copy.read_bytes() == path.read_bytes()
+
+
+def test_it_ends_at_the_loss_that_was_asked_for_and_warns_where_it_is_not_reached(tmp_path, caplog):
+    def ended(until_loss: float) -> str:
+        config = dataclasses.replace(CONFIG, until_loss=until_loss, cache=False)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run(tmp_path, config=config)
+        return caplog.records[-1].getMessage()
+
+    step, loss = re.fullmatch(r"warm start: step (\d+) \| loss (.*)", ended(1.0)).groups()  # type: ignore[union-attr]
+    assert 10 <= int(step) < CONFIG.steps and 0 < float(loss) <= 1.0
+    assert "after all 40 steps, not yet until_loss=1e-06" in ended(1e-6)
 
 
 def test_too_few_solutions_are_an_error(tmp_path):
