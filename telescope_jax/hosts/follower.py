@@ -116,6 +116,8 @@ def pass_signals_on(peers: Peers) -> None:
 def log_to(folder: Path, index: int) -> None:
     """Sends every log line to logs/process_00001.log of the run."""
     folder.mkdir(parents=True, exist_ok=True)
+    for to_terminal in logging.getLogger().handlers:
+        to_terminal.setLevel(logging.INFO)
     to_file = logging.FileHandler(folder / f"process_{index:05d}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(to_file)

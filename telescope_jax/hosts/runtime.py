@@ -104,7 +104,7 @@ def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
         where.process,
         cluster_detection_method=detect,
         initialization_timeout=start_timeout_s,
-        # The last resort: it counts seconds in which the whole machine stood still; `Peers` does not.
+        # The last resort: unlike `Peers` it counts seconds in which the machine stood still.
         heartbeat_timeout_seconds=300,
     )
     return Peers() if jax.process_count() > 1 else None
