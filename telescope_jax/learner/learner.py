@@ -68,7 +68,8 @@ class Learner:
         self.decoder = Decoder(policy, vocab_size, mesh=mesh)
         self._everywhere = NamedSharding(mesh, P())
         self._optimizer, self._number_of_steps = optimizer, number_of_steps
-        self._rows, self._needs_old = rows_per_microbatch, old_logprobs and minibatches > 1
+        self._rows = rows_per_microbatch
+        self._needs_old = needs_old_logprobs(old_logprobs, minibatches)
         self._step = Step(
             self.decoder,
             mesh,
@@ -281,6 +282,11 @@ class _Compilations:
         if event == _COMPILE_EVENT:
             thread = threading.get_ident()
             self._of_thread[thread] = self._of_thread.get(thread, 0) + 1
+
+
+def needs_old_logprobs(old_logprobs: bool, minibatches: int) -> bool:
+    """Whether a batch is scored when it arrives; with one update π_old is π, without gradient."""
+    return old_logprobs and minibatches > 1
 
 
 def describe(tree: Any) -> Any:
