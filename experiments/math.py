@@ -22,19 +22,18 @@ from telescope_jax.config import Config
 def get_config(arg: str = "") -> Config:
     """`arg`: "" is the main job, "tiny" the same path in a few seconds."""
     config = Config()
-    config.number_of_steps = 180
+    config.number_of_steps = 300
     config.groups_per_batch = 32
     config.group_size = 8
     config.algorithm = "dr_grpo"
     config.max_async_rollout = 1
-    config.eval_every = 45
+    config.eval_every = 60
 
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
 
     config.warm_start.steps = 400
-    config.warm_start.learning_rate = 1e-3
-    config.warm_start.until_loss = 0.25  # a sampled accuracy of about 0.3
+    config.warm_start.until_probability = 0.38
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
@@ -55,7 +54,7 @@ def get_config(arg: str = "") -> Config:
         config.policy.head_dim = 8
         config.policy.mlp_width = 64
         config.warm_start.steps = 20
-        config.warm_start.until_loss = 0.0
+        config.warm_start.until_probability = 0.0
         config.loss.drop_zero_advantage = False  # after so short a start most groups fail alike
         config.engine.own_process = False
         config.engine.slots = 16

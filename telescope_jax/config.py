@@ -261,10 +261,10 @@ class EvalConfig:
 class WarmStartConfig:
     steps: int = 0
     """Supervised steps on the environment's own solutions before RL, at most; 0 = off."""
-    until_loss: float = 0.0
-    """End early, once the mean of the last 10 losses is at most this, nats a token; 0 = never.
-    One loss is one ability: a number of steps is not, since seeds and packings learn at different
-    times."""
+    until_probability: float = 0.0
+    """End early, once further training solutions have this mean probability, the accuracy of
+    sampling; tested every 5 steps on 512 of them; 0 = never. A number of steps is no ability:
+    seeds and packings learn at different times."""
     batch_size: int = 64
     """Solutions a step."""
     learning_rate: float = 2e-3

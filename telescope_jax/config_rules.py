@@ -96,7 +96,7 @@ def bounds(config: "Config") -> list[Rule]:
         "optimizer.clip_norm": config.optimizer.clip_norm,
         "optimizer.final_fraction": config.optimizer.final_fraction,
         "engine.handshake_tol": config.engine.handshake_tol,
-        "warm_start.until_loss": config.warm_start.until_loss,
+        "warm_start.until_probability": config.warm_start.until_probability,
         "placement.engine_memory_fraction": config.placement.engine_memory_fraction,
         "loss.tis_floor": config.loss.tis_floor,
         "loss.clip_low": config.loss.clip_low,
@@ -115,6 +115,7 @@ def bounds(config: "Config") -> list[Rule]:
         "eval.items": (config.eval.items, 10**7),
         "engine.slots": (config.engine.slots, 10**6),
         "warm_start.steps": (config.warm_start.steps, 10**9),
+        "warm_start.until_probability": (config.warm_start.until_probability, 1),
         "checkpoint.resume_exit_code": (config.checkpoint.resume_exit_code, 255),
     }
     finite = {

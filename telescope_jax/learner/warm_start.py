@@ -8,19 +8,20 @@ The result is cached under a hash of all that decides it: the configuration, the
 data, the versions of the libraries, and the source of the code that trains.
 """
 
-import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -32,13 +33,14 @@ from telescope_jax.config import OptimizerConfig, PolicyConfig, WarmStartConfig
 from telescope_jax.learner.learner import Learner, check_structure
 from telescope_jax.learner.loss import LossSettings
 from telescope_jax.model.decoder import Decoder
+from telescope_jax.model.logprobs import logprobs
 from telescope_jax.packing import first_fit_decreasing, pack
-from telescope_jax.sharding import path_name, row_parts
+from telescope_jax.sharding import path_name, place_rows, row_parts
 from telescope_jax.types import PackedBatch, Params, Reward, Rollout, StopReason
 
 _log = logging.getLogger(__name__)
 
-_AVERAGED_LOSSES = 10
+_EXAM_EVERY, _EXAM_SIZE = 5, 512
 
 Solution = tuple[Int[np.ndarray, " T"], Bool[np.ndarray, " T"]]
 """Tokens of a prompt with its solution, and a mask of the tokens to learn."""
@@ -59,7 +61,8 @@ def warm_start(
     """Parameters after at most `config.steps` supervised steps from random ones, on `mesh`.
 
     Args:
-      solutions: at least steps × batch_size of them, drawn from training prompts only.
+      solutions: at least steps × batch_size of them, and 512 more to test `until_probability`;
+        drawn from training prompts only.
       seed: of the random parameters.
       seq_len: tokens a packed row; at least the longest solution.
       optimizer: betas, epsilon, decay and clip; the learning rate is `config`'s, constant. None
@@ -75,7 +78,10 @@ def warm_start(
         schedule="constant",
         warmup_steps=0,
     )
-    rows = _take(solutions, config.steps * config.batch_size)
+    rows = _take(
+        solutions,
+        config.steps * config.batch_size + (_EXAM_SIZE if config.until_probability else 0),
+    )
     path = None
     if config.cache:
         plain = [dataclasses.asdict(part) for part in (policy, config, optimizer)]
@@ -119,26 +125,49 @@ def _train(
         rows_per_microbatch=microbatch,
         seed=seed,
     )
-    recent = collections.deque(maxlen=_AVERAGED_LOSSES)
+    until, probability = config.until_probability, 0.0
+    exam = _exam(Decoder(policy, vocab_size, mesh=mesh), rows[config.steps * size :], seq_len)
+    rows = rows[: config.steps * size]
     try:
         for step, batch in enumerate(_batches(rows, size, seq_len, microbatch), start=1):
-            recent.append(learner.update_now(batch).loss)
-            loss = sum(recent) / len(recent)
-            reached = len(recent) == recent.maxlen and loss <= config.until_loss
-            if step == 1 or step % 50 == 0 or reached:
-                _log.info("warm start: step %d | loss %.3f", step, loss)
-            if reached:
-                break
+            stats = learner.update_now(batch)
+            if step == 1 or step % 50 == 0:
+                _log.info("warm start: step %d | loss %.3f", step, stats.loss)
+            if until and step % _EXAM_EVERY == 0:
+                probability = exam(learner.params)
+                if probability >= until:
+                    _log.info("warm start: step %d | probability %.3f", step, probability)
+                    break
         else:
-            if config.until_loss:
+            if until:
                 _log.warning(
-                    "warm start: the loss is %.3f after all %d steps, not yet until_loss=%g; "
-                    "raise warm_start.steps for the ability that it stands for",
-                    *(loss, config.steps, config.until_loss),
+                    "warm start: a solution's probability is %.3f after all %d steps, not yet "
+                    "until_probability=%g; raise warm_start.steps for the ability that it stands "
+                    "for",
+                    *(probability, config.steps, until),
                 )
         return learner.params
     finally:
         learner.close()
+
+
+def _exam(decoder: Decoder, rows: Sequence[Rollout], seq_len: int) -> Callable[[Params], float]:
+    """The mean probability of a whole solution: how often sampling would write it."""
+    parts = row_parts(decoder.mesh) if decoder.mesh else 1
+    (batch,) = pack(rows, np.ones(len(rows)), seq_len=seq_len, rows_per_microbatch=parts)
+    most = int(batch.segments.max())
+    here = np.arange(1, most + 1) <= batch.segments.max(axis=1, keepdims=True)
+
+    @jax.jit
+    def mean_probability(params: Params, batch: PackedBatch) -> jax.Array:
+        arrays = map(jnp.asarray, batch[:3])
+        scores, _ = logprobs(decoder, params, *arrays, wanted=jnp.asarray(batch.loss_mask))
+        of_a_row = functools.partial(jax.ops.segment_sum, num_segments=most + 1)
+        totals = jax.vmap(of_a_row)(scores, batch.segments)[:, 1:]
+        return jnp.mean(jnp.exp(totals), where=here)
+
+    placed = batch if decoder.mesh is None else place_rows(batch, decoder.mesh)
+    return lambda params: float(mean_probability(params, placed))
 
 
 def _take(solutions: Iterable[Solution], count: int) -> list[Rollout]:

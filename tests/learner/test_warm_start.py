@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,17 +99,33 @@ def test_a_damaged_cache_is_made_again_with_a_warning(first, damage, tmp_path, m
     assert copy.read_bytes() == path.read_bytes()
 
 
-def test_it_ends_at_the_loss_that_was_asked_for_and_warns_where_it_is_not_reached(tmp_path, caplog):
-    def ended(until_loss: float) -> str:
-        config = dataclasses.replace(CONFIG, until_loss=until_loss, cache=False)
+def test_it_ends_at_the_ability_that_was_asked_for_and_warns_where_it_is_not_reached(
+    tmp_path, caplog
+):
+    def ended(**changes) -> tuple[str, dict]:
+        config = dataclasses.replace(CONFIG, cache=False, **changes)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            run(tmp_path, config=config)
-        return caplog.records[-1].getMessage()
+            params = run(tmp_path, config=config)
+        return caplog.records[-1].getMessage(), params
 
-    step, loss = re.fullmatch(r"warm start: step (\d+) \| loss (.*)", ended(1.0)).groups()  # type: ignore[union-attr]
-    assert 10 <= int(step) < CONFIG.steps and 0 < float(loss) <= 1.0
-    assert "after all 40 steps, not yet until_loss=1e-06" in ended(1e-6)
+    message, params = ended(until_probability=0.3)
+    step, said = re.fullmatch(r"warm start: step (\d+) \| probability (.*)", message).groups()  # type: ignore[union-attr]
+    assert 5 <= int(step) < CONFIG.steps
+    assert float(said) == pytest.approx(_probability_by_hand(params), abs=6e-4) and said >= "0.3"
+    message, _ = ended(until_probability=1.0, steps=5)
+    assert "after all 5 steps, not yet until_probability=1" in message
+
+
+def _probability_by_hand(params) -> float:
+    """One solution a row, dense: the first 512 after those that 40 steps of 32 would train on."""
+    decoder = Decoder(POLICY, VOCAB)
+    rows = itertools.islice(successors(), 40 * 32, 40 * 32 + 512)
+    tokens = np.stack([tokens for tokens, _ in rows])
+    positions = np.broadcast_to(np.arange(6), tokens.shape)
+    hidden = decoder.hidden(params, *map(jnp.asarray, (tokens, np.ones_like(tokens), positions)))
+    logp = np.asarray(jax.nn.log_softmax(decoder.logits(params, hidden))[:, 1:5])
+    return float(np.exp(np.take_along_axis(logp, tokens[:, 2:, None], -1).sum((1, 2))).mean())
 
 
 def test_too_few_solutions_are_an_error(tmp_path):
