@@ -164,9 +164,9 @@ def microbatches(config: Config) -> int:
 
 
 def state_bytes(config: Config, params: int) -> float:
-    """Parameters, gradient and both moments, of the whole policy, float32."""
-    copies = 4 + (1 if config.loss.reference_kl_coef else 0)
-    return 4.0 * params * copies
+    """Parameters, gradient and both moments, and the reference policy, of the whole mesh."""
+    first_moment = 2 if config.optimizer.first_moment_dtype == "bfloat16" else 4
+    return float(params) * (12 + first_moment + (4 if config.loss.reference_kl_coef else 0))
 
 
 def predicted_s(program: Program, chip: Chip, flops: float, mfu: float) -> dict[str, float]:
@@ -280,6 +280,8 @@ def advice(config: Config, programs: Mapping[str, Program | OutOfMemory], chip: 
             f"mesh.tensor={config.mesh.tensor * 2} with mesh.fsdp={max(1, config.mesh.fsdp // 2)} "
             "(activations split over tensor, half the rows at once)"
         )
+    if config.optimizer.first_moment_dtype != "bfloat16":
+        ideas.append("optimizer.first_moment_dtype=bfloat16")
     accumulate = programs.get("accumulate")
     if isinstance(accumulate, Program) and accumulate.arguments > chip.memory / 2:
         ideas.insert(0, "more devices: the state alone takes more than half")

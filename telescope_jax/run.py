@@ -232,6 +232,7 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
             config="\n".join(config_tree.overrides(config)),
             mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             parameters=table(learner.params, mesh),
+            memory=learner.memory(),
         )
         signals.orchestrator = orchestrator
         if peers:

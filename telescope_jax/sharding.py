@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,7 +69,38 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
             f"needs {needed} devices and there are {len(devices)}; make one of them smaller"
         )
-    return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
+    return Mesh(_laid_out(devices[:needed], shape), AXES)
+
+
+def _laid_out(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices as a mesh: on TPUs along their links, and of several slices `data` across them.
+
+    Between slices there is only the data center's network, so only gradients may go over it.
+    """
+    if devices[0].platform != "tpu" or len(devices) == 1:
+        # In order: neighbours in the last axis are of one process.
+        return np.asarray(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, *rest = shape
+    if data % slices:
+        raise ValueError(
+            f"mesh.data={data} does not divide over {slices} slices; set it to a multiple, since "
+            "nothing else may be split between slices"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *rest), (slices, 1, 1), devices, allow_split_physical_axes=True
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What one device holds of arrays, or of shapes that say where they lie."""
+
+    def of(leaf: Any) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(of, jax.tree.leaves(tree)))
 
 
 def shardings(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:

@@ -24,7 +24,7 @@ from telescope_jax.learner.lowering import abstract_batch, lower_update
 from telescope_jax.learner.optimizer import learning_rate
 from telescope_jax.learner.step import Step, UpdateReport
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import path_name, place_rows, put, put_tree
+from telescope_jax.sharding import bytes_per_device, path_name, place_rows, put, put_tree
 from telescope_jax.types import LossStats, PackedBatch, Params, TrainState
 
 _log = logging.getLogger(__name__)
@@ -168,6 +168,20 @@ class Learner:
             reference=self._reference is not None,
         )
         return lower_update(self._step, self.mesh, batch)
+
+    def memory(self) -> str:
+        """What one device holds between updates, and what a gradient adds to it."""
+        mib = 1 << 20
+        params, moments = (
+            bytes_per_device(tree) / mib for tree in (self.params, self._state.opt_state)
+        )
+        reference = params if self._reference is not None else 0.0
+        total = 2 * params + moments + reference
+        return (
+            f"{total:,.1f} MiB a device before activations: parameters {params:,.1f}, optimizer "
+            f"state {moments:,.1f}, gradient {params:,.1f}"
+            + (f", reference policy {reference:,.1f}" if reference else "")
+        )
 
     def close(self) -> None:
         """Waits for a running update and ends the thread; the parameters stay readable."""
