@@ -97,7 +97,8 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
             log.error("%s", error)
             code, words = NO_SIGNAL_EXIT_CODE, str(error)
         except KeyboardInterrupt:
-            log.error("interrupted before the first step; nothing to save")
+            words = "interrupted before the first step; nothing to save"
+            log.error("%s", words)
             code = 130
         except Exception as error:
             log.debug("the run failed", exc_info=True)

@@ -155,6 +155,17 @@ def test_a_sweep_is_one_launch_for_each_point_that_has_not_finished(tmp_path: Pa
     assert read(role.command)[0].seed == 1
 
 
+def test_a_sweep_hands_its_points_to_a_launcher(tmp_path: Path):
+    command = [sys.executable, "-m", "telescope_jax.sweep", f"--out={tmp_path}", "--launcher=slurm"]
+    command += ["--sweep=experiments/sweeps/lead.py:tiny", f"{STUDY}:tiny", "--config.tis_cap=3.0"]
+    command += ["--launcher_flags=--cluster=slurm --dry_run --partition=gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --partition=gpu") == 4
+    assert done.stdout.count("--config.tis_cap=3.0") == 4
+    assert "max_async_rollout=2" in done.stdout
+
+
 def test_a_launch_without_a_workdir_is_refused():
     with pytest.raises(SystemExit, match="--workdir is missing"):
         points_of(argparse.Namespace(sweep="", workdir=""), [])

@@ -130,7 +130,7 @@ def points_of(given: argparse.Namespace, flags: Sequence[str]) -> list[Launch]:
         if point.state() != "finished":
             remember(point)
             arguments = [flag for flag in point.arguments() if not flag.startswith("--workdir=")]
-            launches.append(launch_of(given, [*arguments, *common], str(point.workdir)))
+            launches.append(launch_of(given, arguments, str(point.workdir)))
     return launches
 
 
