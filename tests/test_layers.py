@@ -67,7 +67,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.serve", COMMAND, "main"),
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),
-    ("telescope_jax.plan", COMMAND, "plan"),
+    ("telescope_jax.plan", COMMAND, "main"),
     ("telescope_jax.grid", GROUND, "grid"),
     ("telescope_jax.sweep", COMMAND, "sweep"),
     ("telescope_jax.sweep_points", COMMAND, "sweep"),
