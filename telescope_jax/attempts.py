@@ -94,6 +94,7 @@ class Attempts:
         # batch does not depend on when the failure came.
         self._orders: dict[Uid, int] = {}
         self._admissions = 0
+        self._oldest = math.inf  # no live version is older; spares a look at every live attempt
         self._untrainable_in_a_row = 0
         self._finished: list[float] = []  # mean reward of each group since the last report
         self._without_signal = 0
@@ -114,6 +115,7 @@ class Attempts:
             self._orders[attempt.uid] = self._admissions
             self._admissions += 1
         self.in_flight[attempt] = flight
+        self._oldest = min(self._oldest, flight.version)
         length, limit = len(flight.prompt.tokens), self._rules.max_prompt_tokens
         if length > limit:
             self.cancel(attempt, DropReason.PROMPT_TOO_LONG, f"{length} tokens, limit {limit}")
@@ -132,6 +134,7 @@ class Attempts:
             self._end(attempt, DropReason.ZERO_ADVANTAGE, f"every reward is {rewards_G[0]:g}")
             return
         del self.in_flight[attempt]
+        self._oldest = min(self._oldest, group.oldest_version)
         self.ledger.hold(attempt)
         self.held.append(Held(attempt, group, self._orders[attempt.uid]))
         self.trainable += 1
@@ -151,12 +154,16 @@ class Attempts:
     def drop_stale(self) -> None:
         """Drops all that could only join a batch in which it is too old (DESIGN rule 3.4)."""
         batch = self.inference_step
+        if not self._bound.is_stale(oldest_version=self._oldest, batch=batch):
+            return  # asked for every group that finishes, and nearly always so
         held = [(h.attempt, h.group.oldest_version, DropReason.STALE_IN_QUEUE) for h in self.held]
         playing = [(a, f.version, DropReason.STALE_IN_FLIGHT) for a, f in self.in_flight.items()]
         # Each goes to the front of the queue, so the last one dropped is the first one tried again.
         for attempt, version, reason in reversed(held + playing):
             if self._bound.is_stale(oldest_version=version, batch=batch):
                 self.cancel(attempt, reason, f"version {version} cannot join batch {batch}")
+        live = [h.group.oldest_version for h in self.held]
+        self._oldest = min([*live, *(f.version for f in self.in_flight.values())], default=math.inf)
 
     def take_batch(self) -> tuple[Held, ...] | None:
         """The groups of the next batch, oldest version first; None while too few are held."""
@@ -225,6 +232,7 @@ class Attempts:
             Held(attempt, group, self._orders[attempt.uid])
             for attempt, group in zip(attempts, groups, strict=True)
         ]
+        self._oldest = min((group.oldest_version for group in groups), default=math.inf)
 
     def _end(self, attempt: Attempt, reason: DropReason, detail: str = "") -> None:
         """Drops a live attempt; its prompt goes to the front of the queue if it may try again.

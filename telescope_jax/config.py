@@ -234,6 +234,11 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class PlacementConfig:
+    trainer_devices: str = ""
+    """GPUs of the trainer by number, as in "0,1"; "" is all that JAX sees."""
+    trainer_memory_fraction: float = 0.0
+    """Share of a GPU's memory that the trainer's JAX takes; 0 is JAX's own default. One GPU for
+    trainer and vLLM: 0.45 for each."""
     engine_devices: tuple[str, ...] = ()
     """vllm: accelerators of each server, as in ("0,1", "2,3"), evals' servers last; () leaves it to
     vLLM."""
@@ -281,8 +286,16 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 = only at the end and on a signal."""
     keep_last: int = 2
     """Newest checkpoints that stay."""
+    keep_every: int = 0
+    """Checkpoints of the multiples of it stay too, whatever their age; 0 = none."""
+    save_training_state: bool = True
+    """False keeps weights only: a run cannot go on from them, an export and an eval can."""
+    max_failures: int = 0
+    """Saves in a row that may fail (a full disk) before the run ends; each is a warning and counts
+    in checkpoint/failures."""
     grace_s: float = 30.0
-    """Longest time that a SIGTERM's checkpoint may take, seconds."""
+    """Longest time from a signal, or a failure, to the end of the process, seconds: the running
+    update, the checkpoint, and closing. Past it the last checkpoint has to do."""
     resume_exit_code: int = 0
     """Exit code after a SIGTERM's checkpoint; 0 = 143."""
 

@@ -73,6 +73,8 @@ def bounds(config: "Config") -> list[Rule]:
         "log.rollouts_every": (config.log.rollouts_every, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep_last": (config.checkpoint.keep_last, 1),
+        "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
+        "checkpoint.max_failures": (config.checkpoint.max_failures, 0),
     }
     positive = {
         "tis_cap": config.tis_cap,
@@ -98,6 +100,7 @@ def bounds(config: "Config") -> list[Rule]:
         "engine.handshake_tol": config.engine.handshake_tol,
         "warm_start.until_probability": config.warm_start.until_probability,
         "placement.engine_memory_fraction": config.placement.engine_memory_fraction,
+        "placement.trainer_memory_fraction": config.placement.trainer_memory_fraction,
         "loss.tis_floor": config.loss.tis_floor,
         "loss.clip_low": config.loss.clip_low,
         "loss.clip_high": config.loss.clip_high,
@@ -246,7 +249,28 @@ def engine_rules(config: "Config") -> list[Rule]:
     """What joins fields of engines and placement."""
     devices_of_servers = config.placement.engine_devices
     servers = config.engine.servers + config.eval.servers
+    placement = config.placement
+    trainers = set(filter(None, placement.trainer_devices.split(",")))
+    shared = sorted(trainers & {gpu for gpus in devices_of_servers for gpu in gpus.split(",")})
+    fractions = placement.trainer_memory_fraction, placement.engine_memory_fraction
+    apart = bool(trainers and devices_of_servers and not shared)
     return [
+        (
+            all(gpu.isdigit() for gpu in trainers),
+            f"placement.trainer_devices={placement.trainer_devices} is no list of numbers such as "
+            "0,1",
+        ),
+        (
+            not shared or all(fractions),
+            f"placement.trainer_devices and placement.engine_devices share {', '.join(shared)}; "
+            "set trainer_memory_fraction and engine_memory_fraction, as 0.45 and 0.45",
+        ),
+        (
+            config.engine.kind != "vllm" or apart or sum(fractions) < 1,
+            f"placement.trainer_memory_fraction={fractions[0]} and engine_memory_fraction="
+            f"{fractions[1]} are more than one GPU has; lower them, or place trainer and engines "
+            "on different devices",
+        ),
         (
             not config.engine.urls or config.engine.kind == "vllm",
             f"engine.urls={list(config.engine.urls)} are vLLM servers; set engine.kind=vllm",
@@ -267,8 +291,8 @@ def engine_rules(config: "Config") -> list[Rule]:
             f"engine.servers + eval.servers = {servers}",
         ),
         (
-            config.placement.engine_memory_fraction < 1,
-            f"placement.engine_memory_fraction={config.placement.engine_memory_fraction} leaves "
-            "nothing for anybody else; set it below 1",
+            max(fractions) < 1,
+            f"placement.trainer_memory_fraction={fractions[0]}, engine_memory_fraction="
+            f"{fractions[1]}: nothing is left for anybody else; set both below 1",
         ),
     ]

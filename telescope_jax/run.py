@@ -11,10 +11,9 @@ told in one line with the traceback in the log. A second signal exits at once.
 
 import asyncio
 import logging
-import os
-import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.config import Config
+from telescope_jax.config import CheckpointConfig, Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.hosts import several
@@ -30,8 +29,9 @@ from telescope_jax.hosts.leader import SharedCheckpoints
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Checkpoint, Engine
-from telescope_jax.learner.checkpoint import Checkpoints
+from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
 from telescope_jax.ledger import Attempt
+from telescope_jax.loop_guard import LoopGuard, calm_collector
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
@@ -47,11 +47,13 @@ from telescope_jax.setup import (
     build_task,
     episode_settings,
     eval_settings,
+    place_trainer,
     refuse_foreign_kernels_package,
     start_all,
     use_compilation_cache,
 )
 from telescope_jax.sharding import table
+from telescope_jax.signals import Signals
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import Prompt
 from telescope_jax.workdir import Workdir, WorkdirError
@@ -71,6 +73,7 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
     """
     try:
         refuse_foreign_kernels_package()
+        place_trainer(config.placement)
         task = build_task(config)
         if peers:
             several.check(task.config, task.mesh)
@@ -105,7 +108,7 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
             words = f"{type(error).__name__}: {error}"
         finally:
-            folder.note(state="finished" if code == 0 else "stopped", exit_code=code)
+            folder.note_end(code)
     if peers and words:
         peers.give_up(code, words)
     if peers:
@@ -117,11 +120,23 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(Signals(config, folder))
+        signals = stack.enter_context(
+            Signals(
+                grace_s=config.checkpoint.grace_s,
+                resume_exit_code=config.checkpoint.resume_exit_code,
+                note=folder.note,
+            )
+        )
+        guard = await stack.enter_async_context(LoopGuard(end_s=3 * config.watchdog_s))
         stack.push_async_callback(task.rewards.close)
         vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-        checkpoints = Checkpoints(folder.checkpoints, keep_last=config.checkpoint.keep_last)
+        checkpoints = Checkpoints(
+            folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        )
         stack.callback(checkpoints.close)
+        saver = RunCheckpoints(checkpoints, config.checkpoint)
 
         store = build_store(config, folder.weights)
         if peers:
@@ -138,12 +153,13 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
             build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, task.pretrained
         )
         stack.callback(learner.close)
-        trainer, saver = learner, checkpoints
+        trainer = learner
         if peers:
             due = saved.evals if saved is not None else {}
-            trainer, store, saver = await asyncio.to_thread(
+            trainer, store, shared = await asyncio.to_thread(
                 several.lead, peers, learner, store, checkpoints, config, due
             )
+            saver = RunCheckpoints(shared, config.checkpoint)
         engines = await starting
 
         sink = Fanout(
@@ -224,7 +240,8 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
             ),
             sink=sink,
             events=folder.event,
-            checkpointer=RunCheckpoints(saver),
+            checkpointer=saver,
+            gauges=(saver.metrics, task.rewards.metrics, guard.metrics),
             on_batch=RolloutTables(
                 folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
             ).write,
@@ -235,86 +252,101 @@ async def _run(task: Task, folder: Workdir, peers: Peers | None) -> int:
             parameters=table(learner.params, mesh),
             memory=learner.memory(),
         )
+        calm_collector()
         signals.orchestrator = orchestrator
         if peers:
             several.take_signals(
                 peers,
                 asyncio.get_running_loop(),
-                signals.arrived,
+                signals.arrive,
                 stopping=lambda: signals.exit_code != 0,
             )
-        await orchestrator.run()
-        await asyncio.to_thread(checkpoints.wait)
+        try:
+            await orchestrator.run()
+            await saver.finish()
+            signals.saved()
+        except BaseException as error:
+            signals.failed(error)
+            raise
         if peers:
             several.release(peers, trainer, store, signals.exit_code)
         sink.close()
-        lines = read_metrics(folder.metrics_file)
-        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
-        files = {"metrics": str(folder.metrics_file), "curves": str(picture)}
-        console.say(summary(lines, files))
+        console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
 
 
-class RunCheckpoints:
-    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups."""
+def end_of(folder: Workdir) -> str:
+    """The summary; a picture that cannot be drawn, or a full disk, does not fail a finished run."""
+    lines = read_metrics(folder.metrics_file)
+    files = {"metrics": str(folder.metrics_file)}
+    try:
+        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
+        files["curves"] = str(picture)
+    except (OSError, ValueError) as error:
+        log.warning("no picture of the curves: %s", error)
+    return summary(lines, files)
 
-    def __init__(self, checkpoints: Checkpoints | SharedCheckpoints) -> None:
-        self._checkpoints = checkpoints
+
+class RunCheckpoints:
+    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups.
+
+    A save that failed is told of when the next one begins, and at the end. It ends the run, unless
+    `checkpoint.max_failures` says that so many in a row are only warnings and a metric.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints | SharedCheckpoints, config: CheckpointConfig
+    ) -> None:
+        self._checkpoints, self._config = checkpoints, config
+        self._failures = self._in_a_row = 0
 
     async def save(self, checkpoint: Checkpoint) -> None:
         """Returns once the arrays are copied; what follows goes on in the background."""
-        groups, held = pack_groups(checkpoint.held)
-        host = {"run": checkpoint.run, "groups": groups}
-        evals = dict(checkpoint.evals)
-        await asyncio.to_thread(
-            self._checkpoints.save, checkpoint.trainer, host=host, held=held, evals=evals
+        await self._finish_previous()
+        trainer, host, held, evals = checkpoint.trainer, {}, None, {}
+        if self._config.save_training_state:
+            groups, held = pack_groups(checkpoint.held)
+            host = {"run": checkpoint.run, "groups": groups}
+            evals = dict(checkpoint.evals)
+        else:
+            trainer = {name: trainer[name] for name in ("params", "step")}
+        try:
+            await asyncio.to_thread(
+                self._checkpoints.save, trainer, host=host, held=held, evals=evals
+            )
+        except Exception as error:
+            self._failed(error)
+
+    async def finish(self) -> None:
+        """Returns once the last save is committed.
+
+        Raises:
+          SaveFailed: it is not, whatever `max_failures` says of those on the way.
+        """
+        self._config = replace(self._config, max_failures=0)
+        await self._finish_previous()
+
+    def metrics(self) -> Mapping[str, float]:
+        """For `checkpoint/*`."""
+        return {"checkpoint/failures": float(self._failures)}
+
+    async def _finish_previous(self) -> None:
+        try:
+            await asyncio.to_thread(self._checkpoints.wait)
+            self._in_a_row = 0
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
+        steps = self._checkpoints.steps()
+        message = (
+            f"a checkpoint could not be written ({type(error).__name__}: {error}); "
+            f"the newest whole one is of step {steps[-1] if steps else 'none'}"
         )
-
-
-class Signals:
-    """Ctrl-C and SIGTERM: the first one asks for a checkpoint and an end, the second one ends.
-
-    Until there is an orchestrator there is nothing to save, and the first one ends. What runs in
-    threads then (warm start, compilation) cannot be stopped otherwise; processes end with this one.
-    """
-
-    def __init__(self, config: Config, folder: Workdir) -> None:
-        self.exit_code = 0
-        self.orchestrator: Orchestrator | None = None
-        self._folder = folder
-        self._grace_s = config.checkpoint.grace_s
-        self._codes = {
-            signal.SIGINT: 130,
-            signal.SIGTERM: config.checkpoint.resume_exit_code or 143,
-        }
-
-    def __enter__(self) -> "Signals":
-        for number in self._codes:
-            asyncio.get_running_loop().add_signal_handler(number, self.arrived, number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in self._codes:
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def arrived(self, number: signal.Signals) -> None:
-        code = self._codes[number]
-        if self.exit_code or self.orchestrator is None:
-            self._exit(code)
-            return
-        self.exit_code = code
-        log.warning(
-            "%s: finishing the running update, then a checkpoint; again to exit at once",
-            number.name,
-        )
-        self.orchestrator.stop(number.name)
-        # An update cannot be interrupted: past the grace time the last checkpoint has to do.
-        asyncio.get_running_loop().call_later(self._grace_s, self._exit, code)
-
-    def _exit(self, code: int) -> None:
-        log.warning("exit at once, with code %d", code)
-        self._folder.note(state="stopped", exit_code=code)
-        os._exit(code)
+        if self._in_a_row > self._config.max_failures:
+            raise SaveFailed(f"{message}; make room, then run the same command again") from error
+        log.warning("%s", message)
 
 
 def evaluated_versions(metrics_file: Path) -> frozenset[int]:

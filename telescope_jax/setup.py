@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from telescope_jax.chat import Tokenizer
-from telescope_jax.config import Config
+from telescope_jax.config import Config, PlacementConfig
 from telescope_jax.envs.registry import make_env
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
@@ -267,6 +267,19 @@ def refuse_foreign_kernels_package() -> None:
         "the PyPI package `kernels` is installed and has the same name as this project's folder "
         "kernels/; remove it: pip uninstall kernels"
     )
+
+
+def place_trainer(placement: PlacementConfig) -> None:
+    """Limits JAX in this process, before it looks for devices: which GPUs, and how much of each.
+
+    vLLM's servers get theirs on their command lines; the memory limit is in the environment, where
+    an embedded engine in a process of its own finds the same one.
+    """
+    if placement.trainer_devices:
+        jax.config.update("jax_cuda_visible_devices", placement.trainer_devices)
+    if placement.trainer_memory_fraction:
+        fraction = f"{placement.trainer_memory_fraction:g}"
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = fraction
 
 
 def use_compilation_cache() -> None:

@@ -56,7 +56,7 @@ class AsyncBound:
         """Whether one more group may start."""
         return admitted < self.admission_limit(served_version)
 
-    def is_stale(self, *, oldest_version: int, batch: int) -> bool:
+    def is_stale(self, *, oldest_version: float, batch: int) -> bool:
         """Whether a token of `oldest_version` would be too old in `batch`.
 
         For held and in-flight groups `batch` is inference_step, the next one they can join.

@@ -185,6 +185,7 @@ class LossStats(NamedTuple):
     learning_rate: float
     token_count: float
     rejected_fraction: float  # tokens that an importance-sampling mask removed
+    unscored_tokens: float  # tokens without a sampler log-prob, left out of the loss
     clipped_fraction: float  # tokens outside the ratio clip of ppo and its kin
     skipped_updates: int  # updates of this step whose gradient was not finite
     compilations: int  # XLA compilations that this step caused

@@ -10,9 +10,10 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ HOUSE = {"lock", "metrics", "events", "logs", "config.json", ".config.json.new",
 
 class WorkdirError(RuntimeError):
     """The folder cannot hold this run; the message says what to do."""
+
+
+class LogFile(logging.FileHandler):
+    """A log that a full disk stops, with one line on the terminal instead of a traceback each."""
+
+    _warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._warned:
+            self._warned = True
+            error = sys.exc_info()[1]
+            print(f"telescope_jax: {self.baseFilename} is not written: {error}", file=sys.stderr)
 
 
 class Workdir:
@@ -104,6 +117,9 @@ class Workdir:
                 workdir._check_same_run(config)
             workdir._write("config.json", config_tree.to_json(config))
             workdir.note(config_file=config_file, pid=os.getpid(), state="running")
+        except OSError as error:
+            workdir.close()
+            raise WorkdirError(f"{path} cannot be written to: {error}") from error
         except BaseException:
             workdir.close()
             raise
@@ -117,6 +133,13 @@ class Workdir:
         except json.JSONDecodeError as error:
             raise WorkdirError(f"{path} is not JSON ({error}); repair it, or remove it") from error
         self._write("run.json", json.dumps(known | values, indent=2) + "\n")
+
+    def note_end(self, exit_code: int) -> None:
+        """How the run ended; a disk without room for that is a warning."""
+        try:
+            self.note(state="finished" if exit_code == 0 else "stopped", exit_code=exit_code)
+        except (OSError, WorkdirError) as error:
+            print(f"telescope_jax: run.json was not written: {error}", file=sys.stderr)
 
     def event(self, name: str, details: Mapping[str, Any]) -> None:
         """Appends one line to events/events.jsonl; a full disk is a warning."""
@@ -132,7 +155,7 @@ class Workdir:
         root = logging.getLogger()
         for to_terminal in root.handlers:
             to_terminal.setLevel(logging.INFO)
-        to_file = logging.FileHandler(self.log_file)
+        to_file = LogFile(self.log_file)
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         to_file.setLevel(logging.DEBUG)
         root.addHandler(to_file)
@@ -146,7 +169,8 @@ class Workdir:
 
     def close(self) -> None:
         """Gives the lock back."""
-        self._events.close()
+        with suppress(OSError):  # what a full disk did not take is still in its buffer
+            self._events.close()
         self._lock.close()
 
     def _check_same_run(self, config: Config) -> None:

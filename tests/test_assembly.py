@@ -58,7 +58,7 @@ def test_ages_are_measured_against_the_batch() -> None:
 
 
 def test_a_sampled_id_of_a_padded_vocabulary_trains_and_is_counted() -> None:
-    """MX-21: rows that pad the vocabulary are sampled like others; a prompt's ids do not count."""
+    """MX-21: rows that pad the vocabulary are sampled too; a prompt's ids do not count."""
     settings = AssemblySettings("dr_grpo", False, 16, 1, 1, tokenizer_size=4)
     batch = assemble(6, GROUPS, settings)
     # Sampled ids run from 2, so rollouts of 3, 2, 4 and 1 tokens hold 1, 0, 2 and 0 ids over 3.

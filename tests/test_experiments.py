@@ -23,12 +23,39 @@ ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT / "experiments" / "qwen2p5_0p5b_gsm8k.py"
 
 
-@pytest.mark.parametrize("study", ["smollm2.py", "smollm2.py:short", "qwen2p5_0p5b_gsm8k.py"])
+STUDIES = ["smollm2.py", "smollm2.py:short", GSM8K.name, f"{GSM8K.name}:vllm"]
+
+
+@pytest.mark.parametrize("study", STUDIES)
 def test_the_tree_of_a_study_is_right_before_its_checkpoint_is_known(study: str, capsys):
     with pytest.raises(SystemExit) as ended:
         flags.parse(["", f"--config={ROOT / 'experiments' / study}", "--print_config"])
     assert ended.value.code == 0
     assert "--config.policy.checkpoint=" in capsys.readouterr().out
+
+
+def test_the_gsm8k_study_needs_the_memory_that_it_says():
+    """Its docstring's plan, from the sizes of Qwen2.5-0.5B and the shapes of the config."""
+    policy = PolicyConfig(
+        vocab_size=151_936,
+        width=896,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+        mlp_width=4_864,
+    )
+    shapes = jax.eval_shape(Decoder(policy, policy.vocab_size).init, jax.random.key(0))
+    parameters = sum(x.size for x in jax.tree.leaves(shapes))
+    config = flags.read(["", f"--config={GSM8K}"])[0].config
+    per_token = policy.layers * policy.kv_heads * policy.head_dim * 2 * 2  # keys, values; bfloat16
+    cache = config.engine.slots * config.context() * per_token
+    said = GSM8K.read_text()
+    assert f"{parameters / 1e9:.2f} G parameters" in said
+    assert f"{4 * 4 * parameters / 1e9:.1f} GB" in said
+    assert f"{cache / 1e9:.1f} GB" in " ".join(said.split())
+    shared = flags.read(["", f"--config={GSM8K}:vllm"])[0].config.placement
+    assert 4 * 4 * parameters < shared.trainer_memory_fraction * 80e9
 
 
 def test_the_gsm8k_study_runs_on_a_tiny_qwen2_and_ten_problems(tmp_path: Path):

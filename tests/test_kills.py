@@ -15,6 +15,8 @@ import pytest
 from telescope_jax.metrics import read as read_metrics
 from tests.faults.starter import LiveRun, Starter, starter
 
+pytestmark = pytest.mark.deadline(900)  # whole runs, on machines that may be busy
+
 STEPS = 36
 KILLS = 10
 FLAGS = (
@@ -36,7 +38,10 @@ def starting() -> Iterator[Starter]:
 def final(workdir: Path, step: int = STEPS) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the host state of the checkpoint of `step`."""
     folder = max((workdir / "checkpoints").glob(f"step_{step:06d}*"))
-    items = {"params": ocp.args.StandardRestore(), "opt_state": ocp.args.StandardRestore()}
+    items: dict[str, Any] = {
+        "params": ocp.args.StandardRestore(),
+        "opt_state": ocp.args.StandardRestore(),
+    }
     items["host"] = ocp.args.JsonRestore()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         found = reader.restore(folder, ocp.args.Composite(**items))
@@ -96,7 +101,6 @@ def calm(starting: Starter, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-@pytest.mark.deadline(900)
 def test_ten_kills_leave_the_bits_of_a_run_that_was_never_killed(
     starting: Starter, calm: Path, tmp_path: Path
 ) -> None:

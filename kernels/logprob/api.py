@@ -9,10 +9,11 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Int
 
-from kernels.logprob import implementations, reference
+from kernels.logprob import reference
 from kernels.logprob.arguments import TokenLogprobs, finish, prepare
 from kernels.logprob.differentiable import Passes, differentiable
-from kernels.logprob.operands import Layout, vocabulary_axis
+from kernels.logprob.implementations import Case, name_of, passes_of
+from kernels.logprob.operands import Layout
 
 
 def token_logprobs(
@@ -67,32 +68,13 @@ def token_logprobs(
         softcap=softcap,
         ignore_index=ignore_index,
     )
-    (tokens, width), dtype = hidden.shape, hidden.dtype
-    device = jax.devices()[0]
-    name = implementations.name_of(
-        implementation,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        tokens=tokens,
-        width=width,
-        vocabulary=unembed.shape[vocabulary_axis(unembed_layout)],
-        dtype=dtype,
-    )
+    case = Case.of(jax.devices()[0], hidden, unembed, unembed_layout)
+    name = name_of(implementation, case)
     operands = (arguments.hidden, unembed, arguments.column, arguments.inverse_temperature)
     if name == "reference":
         outputs = reference.token_logprobs(*operands, layout=unembed_layout, softcap=softcap)
     else:
-        passes = implementations.passes(
-            name,
-            layout=unembed_layout,
-            softcap=softcap,
-            platform=device.platform,
-            device_kind=device.device_kind,
-            tokens=tokens,
-            width=width,
-            dtype=dtype,
-            interpret=interpret,
-        )
+        passes = passes_of(name, case, layout=unembed_layout, softcap=softcap, interpret=interpret)
         outputs = _compiled(passes, *operands)
     return finish(arguments, *outputs)
 

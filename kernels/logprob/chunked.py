@@ -25,7 +25,7 @@ TILE_BYTES = 3 * 2**20
 """Aim for the logits of a chunk: two of them should stay in a core's share of the last-level cache.
 """
 
-SHORTEST, LONGEST = 512, 16384
+SHORTEST, LONGEST = 256, 16384
 """Bounds of a chunk, in columns: below, the loop costs more than the tile; above, nothing is won.
 """
 

@@ -1,13 +1,14 @@
-"""The blocked implementations by name: which takes what, in which order, with which block sizes."""
+"""The implementations by name: which takes what, in which order, with which block sizes."""
+
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from kernels.choice import choose
 from kernels.logprob import blocks, pallas_gpu, pallas_tpu
 from kernels.logprob.chunked import Chunked
 from kernels.logprob.differentiable import Passes
-from kernels.logprob.operands import Layout
+from kernels.logprob.operands import Layout, vocabulary_axis
 
 ORDER = {
     "cpu": ("chunked",),
@@ -17,55 +18,55 @@ ORDER = {
 """What `implementation=None` tries, by platform."""
 
 
+class Case(NamedTuple):
+    """What decides who can run and with which block sizes; the sizes are those of one device."""
+
+    device: jax.Device
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: jax.typing.DTypeLike
+
+    @classmethod
+    def of(
+        cls, device: jax.Device, hidden: jax.Array, unembed: jax.Array, layout: Layout
+    ) -> "Case":
+        """The case of these operands, whole, on a device."""
+        return cls(device, *hidden.shape, unembed.shape[vocabulary_axis(layout)], hidden.dtype)
+
+
 def name_of(
-    implementation: str | None,
-    *,
-    platform: str,
-    device_kind: str,
-    tokens: int,
-    width: int,
-    vocabulary: int,
-    dtype: jax.typing.DTypeLike,
-    reference_refusals: tuple[str, ...] = (),
+    implementation: str | None, case: Case, *, reference_refusals: tuple[str, ...] = ()
 ) -> str:
-    """The implementation that runs; the sizes are those of one device.
+    """The implementation that runs.
 
     Raises:
       ValueError: there is no such implementation.
       NotImplementedError: it cannot take the case; the message has every reason.
     """
-    dtype = jnp.dtype(dtype)
+    device, tokens, width, vocabulary, dtype = case
     return choose(
         "token_logprobs",
         implementation,
-        ORDER.get(platform, ORDER["cpu"]),
+        ORDER.get(device.platform, ORDER["cpu"]),
         {
             "reference": lambda: reference_refusals,
             "chunked": lambda: (),
-            "pallas_tpu": lambda: pallas_tpu.refusals(device_kind, width, dtype),
+            "pallas_tpu": lambda: pallas_tpu.refusals(device.device_kind, width, dtype),
             "pallas_gpu": lambda: pallas_gpu.refusals(tokens, width, vocabulary, dtype),
         },
     )
 
 
-def passes(
-    name: str,
-    *,
-    layout: Layout,
-    softcap: float | None,
-    platform: str,
-    device_kind: str,
-    tokens: int,
-    width: int,
-    dtype: jax.typing.DTypeLike,
-    interpret: bool = False,
+def passes_of(
+    name: str, case: Case, *, layout: Layout, softcap: float | None, interpret: bool
 ) -> Passes:
-    """The two passes of `name`, with block sizes for this case on a device of this kind."""
+    """The two passes of any implementation but `reference`, which has none."""
     if name == "pallas_tpu":
-        sizes = blocks.blocks_for(device_kind, width, dtype)
+        sizes = blocks.blocks_for(case.device.device_kind, case.width, case.dtype)
         assert sizes is not None, "name_of refuses a case without blocks"
         return pallas_tpu.PallasTpu(layout, softcap, sizes, interpret)
     if name == "pallas_gpu":
-        tiling = pallas_gpu.tiling_for(tokens, dtype)
+        tiling = pallas_gpu.tiling_for(case.tokens, case.dtype)
         return pallas_gpu.PallasGpu(layout, softcap, tiling, interpret=interpret)
-    return Chunked(layout, softcap, widen=platform == "cpu")
+    return Chunked(layout, softcap, widen=case.device.platform == "cpu")

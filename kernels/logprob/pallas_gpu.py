@@ -8,6 +8,7 @@ it to the vendor's matrix multiply (2TDV + 4TDV). No atomics, so results repeat 
 Triton through Pallas is deprecated from jax 0.11 on; all that knows it is in this file.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,6 +99,7 @@ class PallasGpu:
         padded = self._padded(hidden, targets, inverse_temperature)
         count = padded[0].shape[0]
         parts = self._call(
+            "logprob_forward",
             partial(_forward_kernel, self, per_share),
             grid=(count // self.tiling.tokens, shares),
             out=[jax.ShapeDtypeStruct((shares, count, 1), jnp.float32)] * 4,
@@ -135,6 +137,7 @@ class PallasGpu:
             width = block.shape[vocabulary_axis(self.layout)]
             blocks = pl.cdiv(width, columns)
             d_raw = self._call(
+                "logprob_dz",
                 partial(_dz_kernel, self),
                 grid=(padded_hidden.shape[0] // self.tiling.tokens, blocks),
                 out=jax.ShapeDtypeStruct((padded_hidden.shape[0], blocks * columns), hidden.dtype),
@@ -149,7 +152,7 @@ class PallasGpu:
         pad = -columns[0].shape[0] % self.tiling.tokens
         return [jnp.pad(x, ((0, pad), (0, 0)), constant_values=fill) for x in columns]
 
-    def _call(self, kernel, *, grid: tuple[int, ...], out):
+    def _call(self, name: str, kernel: Callable, *, grid: tuple[int, ...], out):
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -158,6 +161,7 @@ class PallasGpu:
                 num_warps=self.tiling.warps, num_stages=self.tiling.stages
             ),
             interpret=self.interpret,
+            name=name,
         )
 
 

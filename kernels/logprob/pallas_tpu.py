@@ -24,7 +24,6 @@ from kernels.logprob import tile
 from kernels.logprob.blocks import Blocks, blocks_for, widest
 from kernels.logprob.operands import Layout, contract, dot, vocabulary_axis
 
-LANES = 128
 SUBLANES = 16
 """Of a bfloat16 register; twice those of float32."""
 
@@ -66,6 +65,7 @@ class PallasTpu:
         tokens = hidden.shape[0]
         grid = _Grid.of(self, hidden, unembed, self.blocks.forward, tokens_first=True)
         statistics = grid.call(
+            "logprob_forward",
             partial(_forward_kernel, grid),
             (hidden, unembed, targets, inverse_temperature),
             out=[jax.ShapeDtypeStruct((grid.padded_tokens, 1), jnp.float32)] * 4,
@@ -90,6 +90,7 @@ class PallasTpu:
 
         grid = _Grid.of(self, hidden, unembed, self.blocks.d_hidden, tokens_first=True)
         d_hidden = grid.call(
+            "logprob_d_hidden",
             partial(_d_hidden_kernel, grid),
             operands,
             out=jax.ShapeDtypeStruct((grid.padded_tokens, width), hidden.dtype),
@@ -99,6 +100,7 @@ class PallasTpu:
         )
         grid = _Grid.of(self, hidden, unembed, self.blocks.d_unembed, tokens_first=False)
         d_unembed = grid.call(
+            "logprob_d_unembed",
             partial(_d_unembed_kernel, grid),
             operands,
             out=jax.ShapeDtypeStruct(unembed.shape, unembed.dtype),
@@ -212,12 +214,15 @@ class _Grid:
             return self.columns, self.width
         return self.width, self.columns
 
-    def call(self, kernel: Callable, operands, *, out, out_specs, flops: int, scratch=()):
-        """Runs `kernel` over the grid; `flops` counts in TDV."""
+    def call(self, name: str, kernel: Callable, operands, *, out, out_specs, flops, scratch=()):
+        """Runs `kernel` over the grid; `name` is for profiles, `flops` counts in TDV."""
         hidden, unembed, *columns = operands
         pad = ((0, self.padded_tokens - self.all_tokens), (0, 0))
         counts = [self.padded_tokens // self.tokens, pl.cdiv(self.vocabulary, self.columns)]
         size = self.all_tokens * self.vocabulary
+        # What the outer axis walks over is read once, the other operand once a block of it.
+        outer, inner = (hidden, unembed) if self.token_axis == 0 else (unembed, hidden)
+        written = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(out))
         return pl.pallas_call(
             kernel,
             grid=tuple(counts if self.token_axis == 0 else counts[::-1]),
@@ -236,8 +241,9 @@ class _Grid:
             cost_estimate=pl.CostEstimate(
                 flops=flops * size * self.width,
                 transcendentals=size,
-                bytes_accessed=(hidden.nbytes + unembed.nbytes * counts[0]),
+                bytes_accessed=outer.nbytes + inner.nbytes * counts[self.token_axis] + written,
             ),
+            name=name,
             interpret=self.passes.interpret,
         )(jnp.pad(hidden, pad), unembed, *(jnp.pad(x, pad) for x in columns))
 

@@ -6,7 +6,6 @@ of both gradients from the merged ones. The custom gradient is outside of `shard
 passes state their communication and none comes from transposing the other.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -18,9 +17,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.logprob import implementations, tile
+from kernels.division import divided
+from kernels.logprob import tile
 from kernels.logprob.arguments import TokenLogprobs, finish, prepare
 from kernels.logprob.differentiable import Passes
+from kernels.logprob.implementations import Case, name_of, passes_of
 from kernels.logprob.operands import Layout, vocabulary_axis
 
 
@@ -67,58 +68,25 @@ def sharded_token_logprobs(
         softcap=softcap,
         ignore_index=ignore_index,
     )
-    axis = vocabulary_axis(unembed_layout)
-    (tokens, width), vocabulary = hidden.shape, unembed.shape[axis]
     if stray := set(width_axes) - set(token_axes):
         raise ValueError(f"width_axes {sorted(stray)} must be token_axes too: {token_axes}")
-    shards = _divide(
+    case = Case.of(mesh.devices.flat[0], hidden, unembed, unembed_layout)
+    shards = divided(
         mesh,
-        {"T": (tokens, token_axes), "V": (vocabulary, vocabulary_axes), "D": (width, width_axes)},
+        {
+            "T": (case.tokens, token_axes),
+            "V": (case.vocabulary, vocabulary_axes),
+            "D": (case.width, width_axes),
+        },
     )
-    device = mesh.devices.flat[0]
-    case = dict(
-        platform=device.platform,
-        device_kind=device.device_kind,
-        tokens=shards["T"],
-        width=width,
-        dtype=hidden.dtype,
-    )
-    name = implementations.name_of(
-        implementation,
-        vocabulary=shards["V"],
-        reference_refusals=("it has no sharded form",),
-        **case,
-    )
-    passes = implementations.passes(
-        name,
-        layout=unembed_layout,
-        softcap=softcap,
-        interpret=interpret,
-        **case,
-    )
+    case = case._replace(tokens=shards["T"], vocabulary=shards["V"])
+    name = name_of(implementation, case, reference_refusals=("it has no sharded form",))
+    passes = passes_of(name, case, layout=unembed_layout, softcap=softcap, interpret=interpret)
+    axis = vocabulary_axis(unembed_layout)
     plan = _Plan(passes, mesh, axis, token_axes, vocabulary_axes, width_axes)
     operands = (arguments.hidden, unembed, arguments.column, arguments.inverse_temperature)
     outputs = cast(tuple[Array, Array, Array], _differentiable(plan, *operands))
     return finish(arguments, *outputs)
-
-
-def _divide(mesh: Mesh, parts: dict[str, tuple[int, tuple[str, ...]]]) -> dict[str, int]:
-    """The size on one device of each dimension; raises ValueError with all that do not divide."""
-    sizes, wrong = {}, []
-    for name, (size, axes) in parts.items():
-        if missing := [axis for axis in axes if axis not in mesh.shape]:
-            wrong.append(f"the mesh has no axis {missing}, only {list(mesh.axis_names)}")
-            continue
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        if size % count:
-            wrong.append(
-                f"{name}={size} does not divide over {count} devices of {axes}; pad it, or leave "
-                f"{name} whole and give the axis to another dimension"
-            )
-        sizes[name] = size // count
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return sizes
 
 
 @dataclass(frozen=True, slots=True)

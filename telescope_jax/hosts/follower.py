@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from telescope_jax.hosts import batches
-from telescope_jax.hosts.leader import begin_write, gathered, new_writer, zeros
+from telescope_jax.hosts.leader import begin_write, gathered, new_writer, part, zeros
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.learner import Learner
@@ -88,10 +88,12 @@ class Follower:
             )
         return self._versions[version]
 
-    def _checkpoint(self, name: str, held: Mapping[str, Any], evals: Sequence[int]) -> None:
+    def _checkpoint(
+        self, whole: bool, name: str, held: Mapping[str, Any], evals: Sequence[int]
+    ) -> None:
         # What is held is process 0's to write; orbax wants the same tree of everybody.
         self._checkpoints.save(
-            self._learner.save(),
+            part(self._learner.save(), whole=whole),
             held=zeros(held),
             evals={version: self._version(version) for version in evals},
             name=name,

@@ -80,8 +80,8 @@ class SharedTrainer:
         return await loop.run_in_executor(self._thread, self._update, batch)
 
     def save(self) -> Mapping[str, Any]:
-        """Only the step: SharedCheckpoints takes the arrays, in its turn."""
-        return {"step": self.step}
+        """Names only: SharedCheckpoints takes the arrays, in its turn."""
+        return {"step": self.step, "params": None, "opt_state": None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Not here: a run restores before it leads."""
@@ -175,21 +175,29 @@ class SharedCheckpoints:
         evals: Mapping[int, Params] | None = None,
     ) -> None:
         """As Checkpoints.save; the arrays come from the learner, in all processes at once."""
-        del state
         self._inner.wait()
         about = {
+            "whole": "opt_state" in state,
             "name": self._inner.next_name(self._learner.step),
             "held": shapes(held or {}),
             "evals": sorted(evals or {}),
         }
         with self._turn.take("checkpoint", **about):
             self._inner.save(
-                self._learner.save(), host=host, held=held, evals=evals, name=about["name"]
+                part(self._learner.save(), whole=about["whole"]),
+                host=host,
+                held=held,
+                evals=evals,
+                name=about["name"],
             )
 
     def restore(self, structure: Mapping[str, Any], *, step: int | None = None) -> Restored | None:
         """As Checkpoints.restore."""
         return self._inner.restore(structure, step=step)
+
+    def steps(self) -> list[int]:
+        """As Checkpoints.steps."""
+        return self._inner.steps()
 
     def wait(self) -> None:
         """As Checkpoints.wait."""
@@ -233,6 +241,11 @@ def begin_write(
     ref = store.ref(version, tensors)
     with orbax_saves.BEGINNING:
         writer.save(epath.Path(ref.path), store.items(version, served, tensors), force=True)
+
+
+def part(state: Mapping[str, Any], *, whole: bool) -> Mapping[str, Any]:
+    """The state, or of it only what `checkpoint.save_training_state=False` keeps."""
+    return state if whole else {name: state[name] for name in ("params", "step")}
 
 
 def shapes(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ async def start_pools(
                     max_num_seqs=config.slots,
                     memory_fraction=placement.engine_memory_fraction,
                     tensor_parallel=config.tensor_parallel,
+                    chunked_prefill=not _is_for_cpu(),
                     devices=placement.engine_devices[index] if placement.engine_devices else "",
                     arguments=config.server_arguments,
                 ),

@@ -72,6 +72,9 @@ class ServerShape:
       memory_fraction: of the accelerator's memory; 0 is vLLM's own default.
       tensor_parallel: accelerators of one server.
       devices: their numbers, "" for all.
+      chunked_prefill: whether a step may compute a part of a prompt. Never on a CPU: vLLM 0.32 then
+        sets back the request's random generator, torch has no such thing for a CPU's, and the
+        engine dies of it; every request has a seed, and after a swap running ones are prefilled.
       arguments: further ones for the command line.
     """
 
@@ -84,6 +87,7 @@ class ServerShape:
     memory_fraction: float = 0.0
     tensor_parallel: int = 1
     devices: str = ""
+    chunked_prefill: bool = True
     arguments: tuple[str, ...] = ()
 
 
@@ -105,6 +109,7 @@ def command_line(shape: ServerShape, *, name: str, port: int) -> list[str]:
         *("--middleware", f"{PLUGIN}.RequireKey", "--disable-uvicorn-access-log"),
         *("--tensor-parallel-size", str(shape.tensor_parallel)),
         *(("--gpu-memory-utilization", str(fraction)) if fraction else ()),
+        *(() if shape.chunked_prefill else ("--no-enable-chunked-prefill",)),
         *shape.arguments,
     ]
 

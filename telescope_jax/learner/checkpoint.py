@@ -79,6 +79,10 @@ class _Folder(NamedTuple):
     path: Path
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint was not written, and the run shall not go on without."""
+
+
 class Damaged(Exception):
     """A checkpoint that cannot be read; the message says what is wrong with it."""
 
@@ -312,7 +316,9 @@ def _read_host(path: Path) -> Mapping[str, Any]:
 def _load_verified(
     path: Path, items: Mapping[str, Any], written: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    loaded = _load(path, items)
+    loaded = dict(_load(path, items))
+    if "held" in loaded:
+        loaded["held"] = jax.tree.map(np.asarray, loaded["held"])
     for name, tree in loaded.items():
         expected = written["arrays"][name]
         if changed := differences(fingerprints(tree), expected):

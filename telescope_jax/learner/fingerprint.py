@@ -20,11 +20,17 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprints(tree: Any) -> dict[str, int]:
-    """The number of every leaf, by its path; leaves are numpy's or jax's arrays."""
+    """The number of every leaf, by its path; leaves are numpy's or jax's arrays.
+
+    numpy's are read on the host: their shapes may differ at every call, as those of held groups do,
+    and each new shape would be compiled and kept.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    # numpy's go through it too; 64-bit host arrays would lose half on the way, so they are viewed.
-    values = jax.device_get(_fold_all([_narrow(leaf) for _, leaf in leaves]))
-    return {path_name(path): int(value) for (path, _), value in zip(leaves, values, strict=True)}
+    found = {path_name(path): _fold_host(x) for path, x in leaves if isinstance(x, np.ndarray)}
+    on_devices = {path_name(path): x for path, x in leaves if not isinstance(x, np.ndarray)}
+    values = jax.device_get(_fold_all(list(on_devices.values())))
+    found |= {name: int(value) for name, value in zip(on_devices, values, strict=True)}
+    return found
 
 
 def differences(found: dict[str, int], expected: dict[str, int]) -> list[str]:
@@ -32,10 +38,11 @@ def differences(found: dict[str, int], expected: dict[str, int]) -> list[str]:
     return sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
 
 
-def _narrow(x: Any) -> Any:
-    if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
-        return np.ascontiguousarray(x).reshape(-1).view(np.uint32)
-    return x
+def _fold_host(x: np.ndarray) -> int:
+    word = np.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
+    bits = np.ascontiguousarray(x).reshape(-1).view(word).astype(np.uint32)
+    weights = 2 * np.arange(bits.size, dtype=np.uint32) + np.uint32(1)
+    return int(np.sum(bits * weights, dtype=np.uint32))
 
 
 @jax.jit

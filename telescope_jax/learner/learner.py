@@ -272,6 +272,7 @@ class Learner:
             learning_rate=learning_rate(self._optimizer, self.step - 1, self._number_of_steps),
             token_count=sum(one["token_count"] for one in stats),
             rejected_fraction=mean("rejected_fraction"),
+            unscored_tokens=sum(one["unscored_tokens"] for one in stats),
             clipped_fraction=mean("clipped_fraction"),
             skipped_updates=skipped,
             compilations=compilations,

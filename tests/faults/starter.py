@@ -41,6 +41,7 @@ def serve() -> None:
     from telescope_jax.main import main
 
     answers = os.dup(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     while line := sys.stdin.readline():
         request = json.loads(line)
         pid = os.fork()
@@ -51,11 +52,12 @@ def serve() -> None:
             for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1)):
                 os.dup2(descriptor, target)
             os.dup2(output, 2)
+            sys.argv = ["telescope_jax", *request["arguments"]]
             if request["before"]:
                 module, _, function = request["before"].partition(":")
                 getattr(importlib.import_module(module), function)()
             # Out of this function, so that the interpreter ends as after any run.
-            sys.exit(main(["telescope_jax", *request["arguments"]]))
+            sys.exit(main(sys.argv))
         _say(answers, pid=pid)
         _say(answers, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
@@ -85,8 +87,8 @@ class LiveRun:
     def wait(self) -> int:
         """Its exit code; a signal that killed it is negative."""
         if self.status is None:
-            self.status = self._starter.answer()["status"]
-        return self.status
+            self.status = int(self._starter.answer()["status"])
+        return self.status or 0
 
     def until(self, holds: Callable[[], bool]) -> bool:
         """Waits for the moment; False: the run ended before."""
@@ -106,11 +108,14 @@ class Starter:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, workdir: Path, *flags: str, before: str = "") -> LiveRun:
+    def run(
+        self, workdir: Path, *flags: str, before: str = "", output: Path | None = None
+    ) -> LiveRun:
         """Starts `main` with `flags`, after calling `before` (module:function) in its process."""
-        output = workdir.with_name(f"{workdir.name}.out")
+        output = output or workdir.with_name(f"{workdir.name}.out")
+        by_name = {flag.partition("=")[0]: flag for flag in (*FAST, *flags)}  # the last one holds
         request = {
-            "arguments": [*FAST, f"--workdir={workdir}", *flags],
+            "arguments": [*by_name.values(), f"--workdir={workdir}"],
             "output": str(output),
             "before": before,
         }
@@ -120,7 +125,8 @@ class Starter:
         return LiveRun(self.answer()["pid"], workdir, output, self)
 
     def has_answer(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -70,7 +70,7 @@ def main(port: str, process: str, folder: Path) -> None:
                 await one
             held = {"0": {"tokens": np.arange(5, dtype=np.int32)}}
             saver = SharedCheckpoints(checkpoints, learner, turn)
-            await asyncio.to_thread(saver.save, {}, host={"cursor": 7}, held=held)
+            await asyncio.to_thread(saver.save, trainer.save(), host={"cursor": 7}, held=held)
 
         asyncio.run(run())
         trainer.close()

@@ -59,6 +59,7 @@ def test_engine_and_trainer_agree_on_every_log_prob(rig: Rig, temperature: float
         for of in (ref, rig.refs[0])
     )
     difference = np.abs(ours - theirs)
+    print(f"float32, temperature {temperature}: {difference.max():.1e}, {difference.mean():.1e}")
     assert len(difference) == 160
     assert difference.max() < 1e-3 and difference.mean() < 1e-4, difference.max()
     # Other weights are far away, so agreement says which ones these were.
@@ -136,6 +137,24 @@ def test_a_prefix_is_not_taken_from_a_request_that_older_weights_began(rig: Rig)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
 
 
+def test_prompts_of_more_tokens_than_a_step_takes_do_not_end_the_engine(rig: Rig):
+    """vLLM 0.32 on a CPU dies of a seeded request whose prompt is computed in parts: many prompts
+    at once, or running requests that are prefilled anew after a swap."""
+    rig.run(rig.pool.load(rig.newer(rig.params[1])))
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(0, VOCAB, 900).tolist() for _ in range(16)]
+
+    async def story() -> tuple[list[Completion], list[Completion]]:
+        many = await asyncio.gather(*(rig.pool.sample(p, asking(max_tokens=4)) for p in prompts))
+        alone = [await rig.pool.sample(p, asking(max_tokens=4)) for p in prompts[:2]]
+        return list(many), alone
+
+    many, alone = rig.run(story())
+    for together, apart in zip(many, alone, strict=False):
+        assert together.tokens.tolist() == apart.tokens.tolist()
+    assert rig.member.restarts == 0
+
+
 def test_a_cancel_frees_the_request_in_the_engine(rig: Rig):  # OR-25
     async def story() -> None:
         client = rig.member.client
@@ -201,7 +220,7 @@ def test_a_killed_server_comes_back_with_the_newest_weights(rig: Rig):  # OR-19;
         lost = await asyncio.gather(*tasks, return_exceptions=True)
         return lost, await rig.pool.sample(PROMPT, asking())  # waits for the new server
 
-    lost, completion = rig.run(story(), timeout_s=700)
+    lost, completion = rig.run(story())
     assert all(isinstance(error, EngineError) for error in lost), lost
     assert completion.versions[0].version == ref.version
     np.testing.assert_allclose(

@@ -5,8 +5,10 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import os
 from pathlib import Path
 
+import jax
 import pytest
 
 from telescope_jax.config import Config, ConfigError, EngineConfig, PlacementConfig, PolicyConfig
@@ -19,6 +21,7 @@ from telescope_jax.inference.vllm_pools import (
 )
 from telescope_jax.inference.vllm_server import PLUGIN
 from telescope_jax.interfaces import EngineError
+from telescope_jax.setup import place_trainer
 from telescope_jax.weights.hf_config import hf_config_of
 from telescope_jax.weights.store import MemoryStore
 from tests.inference.stub_vllm import Script, serving
@@ -108,7 +111,19 @@ def test_a_server_is_started_from_the_sizes_of_the_policy(tmp_path: Path):
             {"engine": {"servers": 2}, "placement": {"engine_devices": ("0",)}},
             "names devices for 1 servers; engine.servers . eval.servers = 2",
         ),
-        ({"placement": {"engine_memory_fraction": 1.5}}, "set it below 1"),
+        ({"placement": {"engine_memory_fraction": 1.5}}, "set both below 1"),
+        ({"placement": {"trainer_devices": "cuda:0"}}, "is no list of numbers such as"),
+        (
+            {"placement": {"trainer_devices": "0,1", "engine_devices": ("1",)}},
+            "share 1; set trainer_memory_fraction and engine_memory_fraction",
+        ),
+        (
+            {
+                "engine": {"kind": "vllm"},
+                "placement": {"trainer_memory_fraction": 0.6, "engine_memory_fraction": 0.5},
+            },
+            "are more than one GPU has",
+        ),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused_by_the_configuration(changes, words: str):
@@ -125,3 +140,19 @@ def test_a_pool_of_servers_is_a_valid_configuration():
     config.engine.servers, config.eval.servers = 2, 1
     config.placement.engine_devices = ("0,1", "2,3", "4")
     config.check()
+    config.placement.trainer_devices = "5,6,7"
+    config.placement.trainer_memory_fraction = config.placement.engine_memory_fraction = 0.9
+    config.check()
+
+
+def test_the_trainer_is_kept_to_its_gpus_and_its_share_of_them(monkeypatch: pytest.MonkeyPatch):
+    name, gpus = "XLA_PYTHON_CLIENT_MEM_FRACTION", "jax_cuda_visible_devices"
+    monkeypatch.delenv(name, raising=False)
+    try:
+        place_trainer(PlacementConfig())
+        assert jax.config.values[gpus] == "all" and name not in os.environ
+        place_trainer(PlacementConfig(trainer_devices="0,1", trainer_memory_fraction=0.45))
+        assert jax.config.values[gpus] == "0,1" and os.environ[name] == "0.45"
+    finally:
+        jax.config.update(gpus, "all")
+        os.environ.pop(name, None)

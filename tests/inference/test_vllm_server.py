@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,5 @@ def test_the_command_line_asks_for_what_training_needs():
     assert "--logprobs-mode processed_logprobs" in joined
     assert "--host 127.0.0.1" in joined and "--enable-scale-out" in joined
     assert "trust" not in joined and "key" not in joined.lower().replace("requirekey", "")
+    cpu = command_line(replace(SHAPE, chunked_prefill=False), name="run-0", port=1)
+    assert {*cpu} - {*line} == {"--no-enable-chunked-prefill"}

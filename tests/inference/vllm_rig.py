@@ -44,7 +44,7 @@ CONFIG = EngineConfig(
     kind="vllm",
     slots=16,
     start_timeout_s=600.0,
-    request_timeout_s=120.0,
+    request_timeout_s=600.0,
     server_arguments=("--enforce-eager",),  # compiling costs minutes, and decodes no other tokens
 )
 ROUNDS = 20
@@ -78,7 +78,6 @@ class Rig:
                 eval_servers=0,
                 hf_config=hf_config_of(POLICY, VOCAB, CONTEXT),
             ),
-            timeout_s=700,
         )
         assert engines["train"] is engines["eval"]
         assert isinstance(engines["train"], Pool)
@@ -90,7 +89,7 @@ class Rig:
     def member(self) -> Member:
         return self.pool.members[0]
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 300) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 800) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def publish(self, version: int, params: Any) -> WeightsRef:

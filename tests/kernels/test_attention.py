@@ -169,6 +169,6 @@ def test_an_implementation_says_why_it_cannot():
         attention(q, k, v, segments=segments, implementation="splash")
     with pytest.raises(ValueError, match="2 query heads do not divide over 3"):
         attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2), segments=segments)
-    with pytest.raises(ValueError, match="1 rows and 2 heads do not divide over 2"):
+    with pytest.raises(ValueError, match="B=1 does not divide over 2.*H=2 does not divide over 4"):
         mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 1, 4), ("data", "fsdp", "tensor"))
         sharded_attention(q, k, v, segments=segments, mesh=mesh)

@@ -1,0 +1,159 @@
+"""How many rollouts the orchestrator can carry.
+
+    python -m experiments.benchmarks.capacity             # a minute, pinned to one core
+
+Runs the real orchestrator, with episodes, advantages, packing and books, against an engine that
+answers at once and a trainer that takes no time: rollouts/s, rollouts in flight, and how late the
+event loop is. A rollout is one episode of one turn with 14 sampled tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from telescope_jax.loop_guard import LoopGuard, calm_collector
+from telescope_jax.types import (
+    Completion,
+    LossStats,
+    Prompt,
+    Reward,
+    SamplingParams,
+    StopReason,
+    VersionSpan,
+    WeightsRef,
+)
+from tests.scripted import NO_STATS, ScriptedEngine, ScriptedEnv, ScriptedTrainer, build
+
+GROUPS, SIZE, IN_FLIGHT = 64, 8, 10_000
+
+
+class FloodEngine(ScriptedEngine):
+    """Answers the oldest request as soon as more than IN_FLIGHT wait, or when nobody asks more."""
+
+    def open(self) -> None:
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.pumping = False
+        self.answered = 0
+        self.most = 0
+        self.full_s, self.since = 0.0, 0.0
+
+    async def sample(self, tokens: Sequence[int], sampling: SamplingParams) -> Completion:
+        version = self.version
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self.waiting.append(done)
+        if not self.pumping:
+            self.pumping = True
+            loop.call_soon(self._pump, 0)
+        await done
+        self.answered += 1
+        spans = (VersionSpan(version, 0, 14),)
+        return Completion(_TOKENS, _LOGPROBS, spans, StopReason.EOS)
+
+    def _pump(self, before: int) -> None:
+        count = len(self.waiting)
+        self.most = max(self.most, count)
+        # A few at a time, as answers arrive: each one is a turn of its group's tasks.
+        answers = min(32, count - IN_FLIGHT) if count > IN_FLIGHT else int(count <= before)
+        for _ in range(max(0, answers)):
+            done = self.waiting.popleft()
+            if not done.done():
+                done.set_result(None)
+        if self.waiting:
+            asyncio.get_running_loop().call_soon(self._pump, len(self.waiting))
+        else:
+            self.pumping = False
+
+    async def load(self, ref: WeightsRef) -> None:
+        self.loads.append(ref.version)
+        for server in self.served:
+            server.append((0.0, ref.version))
+
+
+_TOKENS, _LOGPROBS = np.full(14, 3, np.int32), np.full(14, -1.0, np.float32)
+
+
+class InstantTrainer(ScriptedTrainer):
+    async def update(self, batch: Sequence[Any]) -> LossStats:
+        await asyncio.sleep(0)
+        self.step += 1
+        return NO_STATS
+
+
+class InstantEnv(ScriptedEnv):
+    async def play(self, prompt: Prompt, sample: Any) -> Reward:
+        await sample()
+        return Reward(self.rng.random())
+
+
+def capacity(steps: int, profile: bool) -> None:
+    """Prints one line of JSON; with `profile`, where the time went as well."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    rng = random.Random(0)
+    lead = IN_FLIGHT // (GROUPS * SIZE) + 4
+    engine = FloodEngine(rng, lambda r: 0.0)
+    engine.open()
+    run = build(
+        steps=steps,
+        groups=GROUPS,
+        size=SIZE,
+        lead=lead,
+        off_policy=-1,
+        env=InstantEnv(rng, size=100_000),
+        engine=engine,
+        trainer=InstantTrainer(lambda step: 0.0),
+    )
+    run.orchestrator._store.publish_s = 0.0  # type: ignore[attr-defined]
+
+    calm_collector()
+
+    async def main() -> Mapping[str, float]:
+        async with LoopGuard(end_s=600) as guard:
+            await run.orchestrator.run()
+            return guard.metrics()
+
+    if profile:
+        import cProfile
+        import pstats
+
+        with cProfile.Profile() as profiler:
+            lag = asyncio.run(main())
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    started, cpu = time.perf_counter(), time.process_time()
+    if not profile:
+        lag = asyncio.run(main())
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+    rollouts = steps * GROUPS * SIZE
+    print(
+        json.dumps(
+            {
+                "rollouts": rollouts,
+                "in_flight": engine.most,
+                "rollouts_per_s": round(rollouts / seconds),
+                "rollouts_per_cpu_s": round(rollouts / max(cpu_s, 1e-9)),
+                "loop_lag_p99_ms": round(1e3 * lag["loop/lag_p99"], 1),
+                "loop_lag_max_ms": round(1e3 * lag["loop/lag_max"], 1),
+                "dropped": run.attempts.ledger.dropped.total(),
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--profile", action="store_true", help="also print where the time went")
+    asked = parser.parse_args()
+    capacity(asked.steps, asked.profile)
+
+
+if __name__ == "__main__":
+    main()
