@@ -124,6 +124,8 @@ class OptimizerConfig:
     """Adam's decay of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What Adam's first moment is kept in; the second one stays float32."""
     weight_decay: float = 0.0
     """AdamW's, on matrices only."""
     clip_norm: float = 1.0

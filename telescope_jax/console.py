@@ -64,9 +64,11 @@ class Console:
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
-    def start(self, *, config: str, mesh: str, parameters: str) -> None:
+    def start(self, *, config: str, mesh: str, parameters: str, memory: str = "") -> None:
         """The banner: what this run is, before its first step."""
-        for title, text in (("config", config), ("mesh", mesh), ("parameters", parameters)):
+        shown = {"config": config, "mesh": mesh, "parameters": parameters}
+        shown |= {"memory": memory} if memory else {}
+        for title, text in shown.items():
             self.say(f"{title}\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     def say(self, text: str) -> None:

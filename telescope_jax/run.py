@@ -24,6 +24,9 @@ from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
 from telescope_jax.config import CheckpointConfig, Config
 from telescope_jax.console import Console, summary
 from telescope_jax.evals import HeldOutEvaluator, Kind
+from telescope_jax.hosts import several
+from telescope_jax.hosts.leader import SharedCheckpoints
+from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Checkpoint, Engine
 from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
@@ -61,15 +64,27 @@ PROMPTS_AHEAD = 64
 NO_SIGNAL_EXIT_CODE = 3
 
 
-def run(config: Config, config_file: str, workdir: str) -> int:
-    """Runs to the end, or to a signal. Returns the exit code."""
+def run(config: Config, config_file: str, workdir: str, peers: Peers | None = None) -> int:
+    """Runs to the end, or to a signal. Returns the exit code.
+
+    Args:
+      peers: the processes of this trainer, if there are several; process 0 runs as one of one does,
+        with a trainer, a store and checkpoints that take the others along (hosts/).
+    """
     try:
         refuse_foreign_kernels_package()
         place_trainer(config.placement)
         task = build_task(config)
+        if peers:
+            several.check(task.config, task.mesh)
+            if not peers.leads:
+                use_compilation_cache()
+                return several.follow(peers, task)
         folder = Workdir.open(workdir or default_workdir(config_file), task.config, config_file)
     except (WorkdirError, SetupError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
+        if peers:
+            peers.give_up(2, str(error))
         return 2
     use_compilation_cache()
     signals = Signals(
@@ -77,31 +92,37 @@ def run(config: Config, config_file: str, workdir: str) -> int:
         resume_exit_code=config.checkpoint.resume_exit_code,
         note=folder.note,
     )
-    code = 1
+    code, words = 1, ""
     with folder.logging():
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(task, folder, signals))
-        except SetupError as error:
+            code = asyncio.run(_run(task, folder, signals, peers))
+        except (SetupError, HostsError) as error:
             log.error("%s", error)
-            code = 2
+            code, words = 2, str(error)
         except NoSignalError as error:
             log.error("%s", error)
-            code = NO_SIGNAL_EXIT_CODE
+            code, words = NO_SIGNAL_EXIT_CODE, str(error)
         except KeyboardInterrupt:
-            log.error("interrupted before the first step; nothing to save")
+            words = "interrupted before the first step; nothing to save"
+            log.error("%s", words)
             code = 130
         except Exception as error:
             log.debug("the run failed", exc_info=True)
             log.error("%s: %s (traceback in %s)", type(error).__name__, error, folder.log_file)
+            words = f"{type(error).__name__}: {error}"
         finally:
             signals.closed()
             folder.note_end(code)
+    if peers and words:
+        peers.give_up(code, words)
+    if peers:
+        peers.end()
     return code
 
 
-async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
+async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | None) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
@@ -118,6 +139,8 @@ async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
         saver = RunCheckpoints(checkpoints, config.checkpoint)
 
         store = build_store(config, folder.weights)
+        if peers:
+            several.tell_followers(peers, folder, config)
         shape = EngineShape(
             vocab_size,
             tokenizer.eos_ids,
@@ -130,6 +153,13 @@ async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
             build_or_restore, config, env, tokenizer, vocab_size, mesh, checkpoints, task.pretrained
         )
         stack.callback(learner.close)
+        trainer = learner
+        if peers:
+            due = saved.evals if saved is not None else {}
+            trainer, store, shared = await asyncio.to_thread(
+                several.lead, peers, learner, store, checkpoints, config, due
+            )
+            saver = RunCheckpoints(shared, config.checkpoint)
         engines = await starting
 
         sink = Fanout(
@@ -193,7 +223,7 @@ async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
             prompts=prompts,
             episode=training_episode,
             engine=engines["train"],
-            trainer=learner,
+            trainer=trainer,
             store=store,
             evaluated=evaluated_versions(folder.metrics_file),
             pending_evals=sorted(saved.evals.items()) if saved is not None else (),
@@ -220,9 +250,17 @@ async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
             config="\n".join(config_tree.overrides(config)),
             mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             parameters=table(learner.params, mesh),
+            memory=learner.memory(),
         )
         calm_collector()
         signals.orchestrator = orchestrator
+        if peers:
+            several.take_signals(
+                peers,
+                asyncio.get_running_loop(),
+                signals.arrive,
+                stopping=lambda: signals.exit_code != 0,
+            )
         try:
             await orchestrator.run()
             await saver.finish()
@@ -230,6 +268,8 @@ async def _run(task: Task, folder: Workdir, signals: Signals) -> int:
         except BaseException as error:
             signals.failed(error)
             raise
+        if peers:
+            several.release(peers, trainer, store, signals.exit_code)
         sink.close()
         console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
@@ -254,7 +294,9 @@ class RunCheckpoints:
     `checkpoint.max_failures` says that so many in a row are only warnings and a metric.
     """
 
-    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints | SharedCheckpoints, config: CheckpointConfig
+    ) -> None:
         self._checkpoints, self._config = checkpoints, config
         self._failures = self._in_a_row = 0
 

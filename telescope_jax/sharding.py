@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,17 +52,55 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of data × fsdp × tensor over the first devices.
 
     Raises:
-      ValueError: there are too few devices.
+      ValueError: there are too few devices, or a process of several has none of its own.
     """
     devices = jax.devices() if devices is None else devices
     shape = (config.data, config.fsdp, config.tensor)
     needed = math.prod(shape)
+    whole = {device.process_index for device in devices}
+    if len({device.process_index for device in devices[:needed]}) < len(whole):
+        raise ValueError(
+            f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
+            f"takes {needed} of {len(devices)} devices and leaves some of {len(whole)} processes "
+            "without one; let the mesh take all devices"
+        )
     if needed > len(devices):
         raise ValueError(
             f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
             f"needs {needed} devices and there are {len(devices)}; make one of them smaller"
         )
-    return Mesh(np.asarray(devices[:needed]).reshape(shape), AXES)
+    return Mesh(_laid_out(devices[:needed], shape), AXES)
+
+
+def _laid_out(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices as a mesh: on TPUs along their links, and of several slices `data` across them.
+
+    Between slices there is only the data center's network, so only gradients may go over it.
+    """
+    if devices[0].platform != "tpu" or len(devices) == 1:
+        # In order: neighbours in the last axis are of one process.
+        return np.asarray(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, *rest = shape
+    if data % slices:
+        raise ValueError(
+            f"mesh.data={data} does not divide over {slices} slices; set it to a multiple, since "
+            "nothing else may be split between slices"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *rest), (slices, 1, 1), devices, allow_split_physical_axes=True
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What one device holds of arrays, or of shapes that say where they lie."""
+
+    def of(leaf: Any) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(of, jax.tree.leaves(tree)))
 
 
 def shardings(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
@@ -121,7 +160,28 @@ def place_rows(batch: Any, mesh: Mesh) -> Any:
                 f"a microbatch of {leaf.shape[0]} rows does not divide over data × fsdp = {parts} "
                 f"devices; set batch.rows_per_microbatch to a multiple of {parts}"
             )
-    return jax.device_put(batch, NamedSharding(mesh, ACTIVATIONS["rows"]))
+    rows = NamedSharding(mesh, ACTIVATIONS["rows"])
+    return jax.tree.map(lambda x: put(x, rows), batch)
+
+
+def put(x: Any, sharding: Any) -> jax.Array:
+    """One array to where `sharding` says; of several processes each feeds its own devices only.
+
+    Every process must hold the same values: nothing is sent between them.
+    """
+    on_devices = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or on_devices:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    indices = sharding.addressable_devices_indices_map(x.shape)
+    # One explicit transfer a device: jax.make_array_from_callback trips the transfer guard.
+    parts = [jax.device_put(x[index], device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def put_tree(tree: Any, shardings: Any) -> Any:
+    """`put` of every leaf."""
+    return jax.tree.map(put, tree, shardings)
 
 
 def row_parts(mesh: Mesh) -> int:

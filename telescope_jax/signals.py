@@ -63,6 +63,10 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def arrive(self, number: int) -> None:
+        """A signal that another process of this trainer got; in the main thread."""
+        self._arrived(number, None)
+
     def saved(self) -> None:
         """Everything is on the disk. After a signal nothing else is worth the rest of the grace."""
         if self.exit_code:

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from telescope_jax.flags import refuse
 from telescope_jax.sweep_points import Point, SweepError, load, remember
 
 MAIN = (sys.executable, "-m", "telescope_jax.main")
-LAUNCHERS = {"slurm": "slurm_launch.py", "xm": "xm_launch.py"}
+LAUNCHERS = {"slurm": "experiments.launch.slurm_launch", "xm": "experiments.launch.xm_launch"}
 
 
 class Runner:
@@ -146,6 +147,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--parallel", type=int, default=1, help="points that run at once")
     parser.add_argument("--metrics", default="", help="columns of the table, comma-separated")
     parser.add_argument("--launcher", choices=["local", *LAUNCHERS], default="local")
+    parser.add_argument("--launcher_flags", default="", help="as '--partition=gpu --dry_run'")
     parser.add_argument("--table", action="store_true", help="only write the table again")
     known, rest = parser.parse_known_args(argv)
     if wrong := [flag for flag in rest if not flag.startswith("--config.") or "=" not in flag]:
@@ -164,9 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(given.out or Path("runs") / name).resolve()
     wanted = [name for name in given.metrics.split(",") if name]
     if given.launcher != "local":
-        script = Path(file).resolve().parents[1] / "launch" / LAUNCHERS[given.launcher]
-        passed_on = [flag for flag in argv if not flag.startswith("--launcher")]
-        return subprocess.run([sys.executable, str(script), *passed_on]).returncode
+        command = [sys.executable, "-m", LAUNCHERS[given.launcher], f"--sweep={given.sweep}"]
+        command += [f"--config={given.config}"] if given.config else []
+        command += [f"--out={folder}", *common, *shlex.split(given.launcher_flags)]
+        return subprocess.run(command).returncode
     try:
         points = load(given.sweep, folder, config_file=given.config, common=common)
         if given.table:

@@ -5,11 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from telescope_jax.config import MeshConfig, PolicyConfig
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import make_mesh, path_name, place_rows, row_parts, shardings, table
+from telescope_jax.sharding import (
+    bytes_per_device,
+    make_mesh,
+    path_name,
+    place_rows,
+    row_parts,
+    shardings,
+    table,
+)
 
 POLICY = PolicyConfig(width=16, layers=1, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 
@@ -81,3 +90,32 @@ def test_rows_are_split_over_data_and_fsdp_and_must_divide():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
     with pytest.raises(ValueError, match="6 rows does not divide over data × fsdp = 4"):
         place_rows(np.zeros((6, 2)), mesh)
+
+
+def test_what_a_device_holds_is_its_shards():
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    whole = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, P()))
+    split = jax.ShapeDtypeStruct(
+        (8, 16), np.float32, sharding=NamedSharding(mesh, P("fsdp", "tensor"))
+    )
+    assert bytes_per_device({"a": whole, "b": split}) == 512 + 64
+
+
+class Chip:
+    """A TPU as mesh_utils sees one: four in a slice."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v5 lite", 0
+
+    def __init__(self, number: int):
+        self.id, self.slice_index, self.process_index = number, number // 4, number // 4
+        self.coords = (number % 2, number % 4 // 2, 0)
+
+
+def test_only_copies_of_the_parameters_are_spread_over_slices():
+    chips = [Chip(number) for number in range(8)]
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), chips)
+    slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices)
+    assert (slices[0] == slices[0, 0, 0]).all() and (slices[1] == slices[1, 0, 0]).all()
+    assert slices[0, 0, 0] != slices[1, 0, 0]
+    with pytest.raises(ValueError, match="mesh.data=1 does not divide over 2 slices"):
+        make_mesh(MeshConfig(fsdp=4, tensor=2), chips)

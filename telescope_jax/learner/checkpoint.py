@@ -118,6 +118,7 @@ class Checkpoints:
         host: Mapping[str, Any] | None = None,
         held: Any = None,
         evals: Mapping[int, Params] | None = None,
+        name: str = "",
     ) -> None:
         """Starts writing a checkpoint; at most one is written at a time.
 
@@ -126,6 +127,7 @@ class Checkpoints:
           host: JSON values of the host: prompt cursor, ledger, uids.
           held: nested dicts of numpy arrays, such as the tokens of held groups.
           evals: parameters by version.
+          name: what `next_name` said to process 0 of several.
 
         Raises:
           Exception: an earlier save failed in the background, with its own error.
@@ -147,16 +149,18 @@ class Checkpoints:
         items: dict[str, Any] = {n: ocp.args.StandardSave(tree) for n, tree in trees.items()}
         items["host"] = ocp.args.JsonSave(written | {"digest": _digest(written)})
         self._folder.mkdir(parents=True, exist_ok=True)
-        for entry in self._folder.iterdir():
+        for entry in self._folder.iterdir() if jax.process_index() == 0 else ():
             if _LEFTOVER.fullmatch(entry.name):
                 _delete(entry)
-        takes = [folder.take for folder in self._finished() if folder.step == step]
-        path = self._folder / f"step_{step:06d}"
-        if takes:
-            path = path.with_name(f"{path.name}.{max(takes) + 1}")
+        path = self._folder / (name or self.next_name(step))
         with orbax_saves.BEGINNING:
             self._writer.save(path, ocp.args.Composite(**items))
         self._saving = path
+
+    def next_name(self, step: int) -> str:
+        """Of the folder that the next save of `step` goes to; nothing is being saved now."""
+        takes = [folder.take for folder in self._finished() if folder.step == step]
+        return f"step_{step:06d}" + (f".{max(takes) + 1}" if takes else "")
 
     def wait(self) -> None:
         """Returns once the save in progress is committed, and deletes what is too old.
@@ -173,7 +177,8 @@ class Checkpoints:
             raise
         if self._saving is not None:
             self._saving = None
-            self._retire()
+            if jax.process_index() == 0:  # several processes would race for the same folders
+                self._retire()
 
     def restore(self, structure: Mapping[str, Any], *, step: int | None = None) -> Restored | None:
         """The newest whole checkpoint, or None if there is none.
@@ -362,12 +367,19 @@ def _delete(path: Path) -> None:
 
 
 def _new_writer() -> ocp.AsyncCheckpointer:
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    who = orbax_saves.by_all()
+    options = ocp.CompositeOptions(multiprocessing_options=who)
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=who
+    )
 
 
 def _load(path: Path, items: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        who = orbax_saves.by_all()
+        options = ocp.CompositeOptions(multiprocessing_options=who)
+        handler = ocp.CompositeCheckpointHandler(composite_options=options)
+        with ocp.Checkpointer(handler, multiprocessing_options=who) as reader:
             return dict(reader.restore(path, ocp.args.Composite(**items)).items())
     # Orbax and tensorstore document no errors of their own: a cut file has come out as ValueError,
     # KeyError, FileNotFoundError and JSONDecodeError. All mean that it cannot be read.

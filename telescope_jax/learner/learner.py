@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from telescope_jax.config import OptimizerConfig, PolicyConfig
 from telescope_jax.learner.loss import Denominators, LossSettings, finish
+from telescope_jax.learner.lowering import abstract_batch, lower_update
 from telescope_jax.learner.optimizer import learning_rate
 from telescope_jax.learner.step import Step, UpdateReport
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import path_name, place_rows
+from telescope_jax.sharding import bytes_per_device, path_name, place_rows, put, put_tree
 from telescope_jax.types import LossStats, PackedBatch, Params, TrainState
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Learner:
         self.decoder = Decoder(policy, vocab_size, mesh=mesh)
         self._everywhere = NamedSharding(mesh, P())
         self._optimizer, self._number_of_steps = optimizer, number_of_steps
-        self._rows, self._needs_old = rows_per_microbatch, old_logprobs and minibatches > 1
+        self._rows = rows_per_microbatch
+        self._needs_old = needs_old_logprobs(old_logprobs, minibatches)
         self._step = Step(
             self.decoder,
             mesh,
@@ -81,7 +83,7 @@ class Learner:
         else:
             expected = jax.eval_shape(self.decoder.init, jax.random.key(0))
             check_structure(params, expected, "the given parameters")
-            params = jax.device_put(params, self._step.params_shardings)
+            params = put_tree(params, self._step.params_shardings)
         opt_state = self._step.init_opt_state(params)
         self._state = TrainState(params, opt_state, self._scalar(np.int32(0)))
         self._reference = params if loss.needs_reference_logprobs else None
@@ -137,13 +139,13 @@ class Learner:
         """
         check_structure(state, self.save_structure(), "the saved state")
         self._state = TrainState(
-            jax.device_put(state["params"], self._step.params_shardings),
+            put_tree(state["params"], self._step.params_shardings),
             # Copied, since the next update donates it and the caller may still hold the arrays.
-            self._step.copy_opt_state(jax.device_put(state["opt_state"], self._step.opt_shardings)),
+            self._step.copy_opt_state(put_tree(state["opt_state"], self._step.opt_shardings)),
             self._scalar(state["step"]),
         )
         if self._reference is not None:
-            self._reference = jax.device_put(state["reference"], self._step.params_shardings)
+            self._reference = put_tree(state["reference"], self._step.params_shardings)
 
     def save_structure(self) -> Mapping[str, Any]:
         """Shapes, dtypes and shardings of what `save` returns, for reading it onto this mesh."""
@@ -156,13 +158,38 @@ class Learner:
             state if self._reference is None else {**state, "reference": self._reference}
         )
 
+    def lowered(self, seq_len: int) -> Mapping[str, jax.stages.Lowered]:
+        """The functions of an update, before they are compiled; see lowering.py."""
+        batch = abstract_batch(
+            self.mesh,
+            self._rows,
+            seq_len,
+            old=self._needs_old,
+            reference=self._reference is not None,
+        )
+        return lower_update(self._step, self.mesh, batch)
+
+    def memory(self) -> str:
+        """What one device holds between updates, and what a gradient adds to it."""
+        mib = 1 << 20
+        params, moments = (
+            bytes_per_device(tree) / mib for tree in (self.params, self._state.opt_state)
+        )
+        reference = params if self._reference is not None else 0.0
+        total = 2 * params + moments + reference
+        return (
+            f"{total:,.1f} MiB a device before activations: parameters {params:,.1f}, optimizer "
+            f"state {moments:,.1f}, gradient {params:,.1f}"
+            + (f", reference policy {reference:,.1f}" if reference else "")
+        )
+
     def close(self) -> None:
         """Waits for a running update and ends the thread; the parameters stay readable."""
         self._thread.shutdown(wait=True)
         self._compilations.stop()
 
     def _scalar(self, value: Any) -> jax.Array:
-        return jax.device_put(value, self._everywhere)
+        return put(value, self._everywhere)
 
     def _train(
         self, batch: Sequence[PackedBatch]
@@ -270,6 +297,11 @@ class _Compilations:
         if event == _COMPILE_EVENT:
             thread = threading.get_ident()
             self._of_thread[thread] = self._of_thread.get(thread, 0) + 1
+
+
+def needs_old_logprobs(old_logprobs: bool, minibatches: int) -> bool:
+    """Whether a batch is scored when it arrives; with one update π_old is π, without gradient."""
+    return old_logprobs and minibatches > 1
 
 
 def describe(tree: Any) -> Any:

@@ -23,7 +23,9 @@ def adamw_direction(config: OptimizerConfig) -> optax.GradientTransformation:
     Regularization" (2019).
     """
     return optax.chain(
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
+        optax.scale_by_adam(
+            b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.first_moment_dtype
+        ),
         optax.add_decayed_weights(config.weight_decay, mask=_matrices),
     )
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
@@ -86,7 +87,7 @@ def warm_start(
         plain = [dataclasses.asdict(part) for part in (policy, config, optimizer)]
         decided_by = [*plain, vocab_size, sorted(mesh.shape.items()), seed, seq_len]
         path = (cache_folder or default_cache_folder()) / f"{_key(decided_by, rows)}.npz"
-        cached = _read(path, Decoder(policy, vocab_size))
+        cached = _of_first_process(_read(path, decoder := Decoder(policy, vocab_size)), decoder)
         if cached is not None:
             _log.info("warm start: read from %s", path)
             return cached
@@ -240,8 +241,23 @@ def _read(path: Path, decoder: Decoder) -> Params | None:
         return None
 
 
+def _of_first_process(cached: Params | None, decoder: Decoder) -> Params | None:
+    """What process 0 has in its cache: several processes must all train, or none of them."""
+    if jax.process_count() == 1:
+        return cached
+    if not multihost_utils.broadcast_one_to_all(np.int32(cached is not None)):
+        return None
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    return multihost_utils.broadcast_one_to_all(zeros if cached is None else cached)
+
+
 def _write(path: Path, params: Params) -> None:
     """Written beside its place and renamed, so that a reader sees a whole file or none."""
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+        if jax.process_index() > 0:
+            return
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(params))
     arrays = {path_name(key): np.asarray(leaf) for key, leaf in leaves}
     try:

@@ -105,7 +105,7 @@ class OrbaxStore:
         self.root = epath.Path(root)
         self.serving_dtype: Literal["float32", "bfloat16"] = serving_dtype
         self._from_served = from_served
-        self._cast = jax.jit(lambda params: _cast(to_served(params), jnp.dtype(serving_dtype)))
+        self.cast = jax.jit(lambda params: _cast(to_served(params), jnp.dtype(serving_dtype)))
         logging.getLogger("absl").addFilter(_not_about_ocdbt)
         # One thread: publishing and pruning never overlap, and the event loop lives meanwhile.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -170,36 +170,50 @@ class OrbaxStore:
     async def prune(self, keep: Sequence[int]) -> None:
         """Deletes the versions not in `keep` and what dead writers left; never raises."""
         run = asyncio.get_running_loop().run_in_executor
-        await run(self._thread, self._prune, frozenset(keep))
+        await run(self._thread, self.prune_now, frozenset(keep))
 
     def close(self) -> None:
         """Waits for the writes under way."""
         self._thread.shutdown(wait=True)
 
     def _publish(self, version: int, params: Params) -> WeightsRef:
-        flat = {name: np.asarray(array) for name, array in self._cast(params).items()}
+        flat = {name: np.asarray(array) for name, array in self.cast(params).items()}
         tensors = {name: tensor_fingerprint(array) for name, array in flat.items()}
-        fingerprint = overall_fingerprint(tensors)
-        path = self._path(version)
-        if path.exists():
-            try:
-                if self._metadata(version)["fingerprint"] == fingerprint:
-                    return WeightsRef(version, str(path), fingerprint)
-            except Exception as error:
-                log.warning("version %d is written anew: %s", version, error)
+        ref = self.ref(version, tensors)
+        if not self.holds(ref):
+            with orbax_saves.BEGINNING:
+                items = self.items(version, flat, tensors)
+                _checkpointer().save(epath.Path(ref.path), items, force=True)
+        return ref
+
+    def ref(self, version: int, tensors: Mapping[str, str]) -> WeightsRef:
+        """What `version` is called once it is written, from the fingerprints of its tensors."""
+        return WeightsRef(version, str(self._path(version)), overall_fingerprint(tensors))
+
+    def holds(self, ref: WeightsRef) -> bool:
+        """Whether these very bits are committed under this version."""
+        if not self._path(ref.version).exists():
+            return False
+        try:
+            return self._metadata(ref.version)["fingerprint"] == ref.fingerprint
+        except Exception as error:
+            log.warning("version %d is written anew: %s", ref.version, error)
+            return False
+
+    def items(
+        self, version: int, served: Mapping[str, Any], tensors: Mapping[str, str]
+    ) -> ocp.args.Composite:
+        """What orbax is given to write."""
         self.root.mkdir(parents=True, exist_ok=True)
         metadata = {
             "version": version,
-            "fingerprint": fingerprint,
-            "tensors": tensors,
+            "fingerprint": overall_fingerprint(tensors),
+            "tensors": dict(tensors),
             "dtype": self.serving_dtype,
         }
-        items = ocp.args.Composite(
-            weights=ocp.args.PyTreeSave(flat), metadata=ocp.args.JsonSave(metadata)
+        return ocp.args.Composite(
+            weights=ocp.args.PyTreeSave(dict(served)), metadata=ocp.args.JsonSave(metadata)
         )
-        with orbax_saves.BEGINNING:
-            _checkpointer().save(path, items, force=True)
-        return WeightsRef(version, str(path), fingerprint)
 
     def _verify(
         self, ref: WeightsRef, tensors: Mapping[str, str], flat: Mapping[str, np.ndarray]
@@ -224,7 +238,8 @@ class OrbaxStore:
     def _path(self, version: int) -> epath.Path:
         return self.root / f"{version:08d}"
 
-    def _prune(self, keep: frozenset[int]) -> None:
+    def prune_now(self, keep: frozenset[int]) -> None:
+        """`prune`, in the calling thread; nothing may be published meanwhile."""
         try:
             paths = list(self.root.iterdir()) if self.root.exists() else []
         except OSError as error:
@@ -272,12 +287,18 @@ class MemoryStore:
         return WeightsRef(version, f"memory:{version}", f"memory:{version}")
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    items = ocp.CompositeCheckpointHandler(
-        weights=ocp.PyTreeCheckpointHandler(use_ocdbt=False),
-        metadata=ocp.JsonCheckpointHandler(),
+def handlers(who: orbax_saves.Processes) -> ocp.CompositeCheckpointHandler:
+    """How orbax reads and writes a version, and in which processes."""
+    return ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=who),
+        weights=ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=who),
+        metadata=ocp.JsonCheckpointHandler(multiprocessing_options=who),
     )
-    return ocp.Checkpointer(items)
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    who = orbax_saves.by_this_one()
+    return ocp.Checkpointer(handlers(who), multiprocessing_options=who)
 
 
 def _not_about_ocdbt(record: logging.LogRecord) -> bool:

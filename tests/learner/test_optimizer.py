@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,3 +75,19 @@ def test_the_clip_scales_down_and_never_up():
     assert float(clip_factor(jnp.float32(0.5), 1.0)) == 1.0
     assert float(clip_factor(jnp.float32(0.0), 1.0)) == 1.0
     assert float(clip_factor(jnp.float32(1e9), 0.0)) == 1.0
+
+
+def test_a_narrow_first_moment_halves_its_bytes_and_barely_moves_the_direction():
+    params = {"mlp": {"up": {"kernel": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}}}
+    gradient = jax.tree.map(lambda x: 0.1 * x + 0.02, params)
+    directions = {}
+    for dtype in ("float32", "bfloat16"):
+        transform = adamw_direction(OptimizerConfig(first_moment_dtype=dtype))
+        state = transform.init(params)
+        assert state[0].mu["mlp"]["up"]["kernel"].dtype == dtype
+        assert state[0].nu["mlp"]["up"]["kernel"].dtype == "float32"
+        for _ in range(3):
+            direction, state = transform.update(gradient, state, params)
+        directions[dtype] = np.asarray(direction["mlp"]["up"]["kernel"])
+    np.testing.assert_allclose(directions["bfloat16"], directions["float32"], rtol=1e-2, atol=1e-3)
+    assert (directions["bfloat16"] != directions["float32"]).any()

@@ -1,0 +1,50 @@
+"""Qwen2.5-7B-Instruct on GSM8K: for a slice of TPUs, with vLLM servers beside it.
+
+    python -m telescope_jax.plan --config=experiments/qwen2p5_7b.py --topology=v5e:16x16
+
+It was compiled for that slice ahead of time (docs/results.md) and has not been run: the sizes are
+written here so that the plan needs no checkpoint. How to start it on many hosts: docs/launch.md.
+"""
+
+from telescope_jax.config import Config
+
+
+def get_config(arg: str = "") -> Config:
+    """`arg`: none."""
+    if arg:
+        raise ValueError(f"experiments/qwen2p5_7b.py knows no variant {arg!r}; use none")
+    config = Config()
+    config.policy.checkpoint = "Qwen/Qwen2.5-7B-Instruct"
+    config.policy.vocab_size = 152_064
+    config.policy.width = 3_584
+    config.policy.layers = 28
+    config.policy.heads = 28
+    config.policy.kv_heads = 4
+    config.policy.head_dim = 128
+    config.policy.mlp_width = 18_944
+    config.policy.rope_theta = 1e6
+    config.policy.tied_embeddings = False
+    config.policy.compute_dtype = "bfloat16"
+    config.policy.remat = "block"
+
+    config.env.name = "gsm8k"
+
+    config.number_of_steps = 200
+    config.groups_per_batch = 64
+    config.group_size = 16
+    config.eval_every = 20
+    config.eval.items = 512
+
+    config.sampling.max_prompt_tokens = 512
+    config.sampling.max_tokens = 1_536
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.warmup_steps = 10
+
+    config.mesh.fsdp = 64
+    config.mesh.tensor = 4
+    config.batch.seq_len = 2_048
+    config.batch.rows_per_microbatch = 64
+
+    config.engine.kind = "vllm"
+    config.engine.slots = 256
+    return config

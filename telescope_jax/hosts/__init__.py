@@ -1,0 +1,1 @@
+"""One trainer in several processes: process 0 leads, the others follow."""

@@ -1,0 +1,80 @@
+"""The compiled functions of an update, lowered from shapes alone: no array is made.
+
+Serves what must know the program without running it: the plan of a run on hardware that is not
+here, and the check that all processes of a trainer run the same one.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from telescope_jax.learner.loss import Denominators
+from telescope_jax.learner.step import Step
+from telescope_jax.sharding import ACTIVATIONS
+from telescope_jax.types import PackedBatch
+
+
+def abstract_batch(
+    mesh: Mesh, rows: int, seq_len: int, *, old: bool = False, reference: bool = False
+) -> PackedBatch:
+    """The shapes of one microbatch, where they lie.
+
+    Args:
+      old, reference: with π_old's and the reference policy's log-probs, which the trainer adds.
+    """
+    where = NamedSharding(mesh, ACTIVATIONS["rows"])
+
+    def shaped(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((rows, seq_len), dtype, sharding=where)
+
+    return PackedBatch(
+        tokens=shaped(jnp.int32),
+        segments=shaped(jnp.int32),
+        positions=shaped(jnp.int32),
+        loss_mask=shaped(jnp.bool_),
+        logprobs=shaped(jnp.float32),
+        advantages=shaped(jnp.float32),
+        old_logprobs=shaped(jnp.float32) if old else None,
+        reference_logprobs=shaped(jnp.float32) if reference else None,
+    )
+
+
+def lower_update(step: Step, mesh: Mesh, batch: PackedBatch) -> Mapping[str, jax.stages.Lowered]:
+    """`accumulate`, which runs once a microbatch, and `apply`, which runs once an update.
+
+    Args:
+      mesh: of real devices, or of a topology that is not here.
+      batch: one microbatch, as `abstract_batch` gives it.
+    """
+
+    def placed(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+        )
+
+    everywhere = NamedSharding(mesh, P())
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+    shapes = jax.eval_shape(step.decoder.init, jax.random.key(0))
+    params = placed(shapes, step.params_shardings)
+    opt_state = placed(jax.eval_shape(step.init_opt_state, shapes), step.opt_shardings)
+    sums = jax.eval_shape(step.zeros)
+    sums = sums._replace(
+        gradient=placed(sums.gradient, step.params_shardings),
+        loss=jax.tree.map(lambda _: scalar, sums.loss),
+    )
+    totals: Any = Denominators._make([scalar] * len(Denominators._fields))
+    return {
+        "accumulate": step.accumulate.lower(params, sums, batch, totals),
+        "apply": step.apply.lower(params, opt_state, sums, scalar),
+    }
+
+
+def count_params(step: Step) -> int:
+    """Parameters of the policy."""
+    shapes = jax.eval_shape(step.decoder.init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -1,0 +1,337 @@
+"""What a run needs on hardware that is not here: its update, compiled ahead of time for a topology.
+
+    pip install -e '.[plan]'
+    python -m telescope_jax.plan --config=experiments/qwen2p5_7b.py --topology=v5e:16x16
+
+The real functions of the update are compiled by the accelerator's own compiler, for the mesh and
+the batch of the study. Memory, operations and collectives are the compiler's; the time is a
+prediction from data sheets, with its assumptions. Nothing runs, and no weights are read.
+
+Exit codes: 0 it fits; 1 it does not; 2 refused before any work.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from telescope_jax import flags
+from telescope_jax.config import Config
+
+OWN_FLAGS = {
+    "topology": flags.Flag("", "KIND:SHAPE of the slice, as v5e:16x16 or v5p:4x4x8."),
+    "mfu": flags.Flag(0.5, "Share of the peak rate that matrix products are taken to reach."),
+}
+GIB = 1 << 30
+_ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+_COLLECTIVE = re.compile(
+    r"= (?P<shape>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    r"(-start)?\("
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """Data sheet of one device: bf16 peak, usable memory, and bandwidths, in SI units."""
+
+    flops: float
+    memory: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+CHIPS = {
+    "v4": Chip(275e12, 32 * GIB, 1_228e9, 300e9),
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
+    "v5p": Chip(459e12, 95 * GIB, 2_765e9, 600e9),
+    "v6e": Chip(918e12, 31.25 * GIB, 1_640e9, 448e9),
+}
+"""Peak rates as Google publishes them; links are all of a chip's together, in one direction."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """One compiled function, for one device.
+
+    Attributes:
+      arguments, temporary, outputs: bytes of memory; what is donated counts as an argument only.
+      flops: operations, by the compiler's count; a kernel's own are not in it.
+      accessed: bytes read and written.
+      collectives: kind -> (how many, bytes that arrive).
+      compile_s: seconds it took.
+    """
+
+    arguments: float
+    temporary: float
+    outputs: float
+    flops: float
+    accessed: float
+    collectives: Mapping[str, tuple[int, float]]
+    compile_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The compiler refused; its own words say how much was asked of how much."""
+
+    words: str
+
+
+def compile_update(
+    config: Config, vocab_size: int, mesh: Any
+) -> tuple[int, dict[str, Program | OutOfMemory]]:
+    """Parameters of the policy, and the functions of its update, compiled for the mesh's devices.
+
+    Args:
+      mesh: of a topology (jax.experimental.topologies), or of devices that are here.
+    """
+    from telescope_jax.learner.learner import needs_old_logprobs
+    from telescope_jax.learner.lowering import abstract_batch, count_params, lower_update
+    from telescope_jax.learner.settings import loss_settings
+    from telescope_jax.learner.step import Step
+    from telescope_jax.model.decoder import Decoder
+
+    settings, old = loss_settings(config), config.loss.old_logprobs
+    minibatches = config.batch.minibatches
+    step = Step(
+        Decoder(config.policy, vocab_size, mesh=mesh),
+        mesh,
+        settings,
+        config.optimizer,
+        temperature=config.sampling.temperature,
+        stable_old=old and minibatches == 1,
+    )
+    batch = abstract_batch(
+        mesh,
+        config.batch.rows_per_microbatch,
+        config.batch.seq_len,
+        old=needs_old_logprobs(old, minibatches),
+        reference=settings.needs_reference_logprobs,
+    )
+    lowered = lower_update(step, mesh, batch)
+    return count_params(step), {name: _compile(one) for name, one in lowered.items()}
+
+
+def _compile(lowered: Any) -> Program | OutOfMemory:
+    import jax
+
+    started = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
+        words = f"{used[1]} of {used[2]}" if used else str(error).splitlines()[0]
+        return OutOfMemory(words)
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    return Program(
+        arguments=float(memory.argument_size_in_bytes),
+        temporary=float(memory.temp_size_in_bytes),
+        outputs=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        flops=float(costs.get("flops", 0.0)),
+        accessed=float(costs.get("bytes accessed", 0.0)),
+        collectives=collectives(compiled.as_text()),
+        compile_s=time.monotonic() - started,
+    )
+
+
+def collectives(hlo: str) -> dict[str, tuple[int, float]]:
+    """Kind -> (how many, bytes of their results on one device), of an optimized program's text."""
+    found: dict[str, tuple[int, float]] = {}
+    for match in _COLLECTIVE.finditer(hlo):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match["shape"])
+        sizes = [
+            _ITEMSIZE.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
+            for kind, dims in shapes
+        ]
+        # What is started has operands and results in its type: the larger half is what arrives.
+        size = max(sizes, default=0) if match[0].endswith("-start(") else sum(sizes)
+        count, total = found.get(match["kind"], (0, 0.0))
+        found[match["kind"]] = (count + 1, total + size)
+    return found
+
+
+def microbatches(config: Config) -> int:
+    """Microbatches of a step in which every episode is as long as it may be: an upper bound."""
+    rollouts = config.groups_per_batch * config.group_size
+    rows = math.ceil(rollouts / max(1, config.batch.seq_len // config.context()))
+    return math.ceil(rows / config.batch.rows_per_microbatch)
+
+
+def state_bytes(config: Config, params: int) -> float:
+    """Parameters, gradient and both moments, and the reference policy, of the whole mesh."""
+    first_moment = 2 if config.optimizer.first_moment_dtype == "bfloat16" else 4
+    return float(params) * (12 + first_moment + (4 if config.loss.reference_kl_coef else 0))
+
+
+def predicted_s(program: Program, chip: Chip, flops: float, mfu: float) -> dict[str, float]:
+    """Seconds by cause: arithmetic, memory, links.
+
+    Args:
+      flops: of one device: the compiler's count, or 8·params·tokens where kernels hide theirs.
+    """
+    moved = sum(size for _, size in program.collectives.values())
+    return {
+        "arithmetic": flops / (chip.flops * mfu),
+        "memory": program.accessed / chip.memory_bytes_per_s,
+        "links": moved / chip.link_bytes_per_s,
+    }
+
+
+def report(
+    config: Config,
+    topology: str,
+    devices: int,
+    params: int,
+    programs: Mapping[str, Program | OutOfMemory],
+    chip: Chip,
+    mfu: float,
+) -> tuple[str, bool]:
+    """The text of the plan, and whether it fits."""
+    rows, seq_len = config.batch.rows_per_microbatch, config.batch.seq_len
+    mesh = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in ("data", "fsdp", "tensor"))
+    lines = [
+        f"{params / 1e9:.2f}B parameters on {topology} ({devices} devices): {mesh}",
+        f"microbatch {rows} × {seq_len} tokens, {config.policy.compute_dtype}, "
+        f"remat {config.policy.remat}; state {state_bytes(config, params) / devices / GIB:.2f} GiB "
+        "a device if it split evenly",
+    ]
+    fits, seconds = True, {}
+    tokens = rows * seq_len / devices
+    again = 2 if config.policy.remat == "block" else 0
+    model_flops = (6 + again) * params * tokens
+    for name, program in programs.items():
+        if isinstance(program, OutOfMemory):
+            lines.append(f"{name}: does NOT fit: the compiler says {program.words} of HBM")
+            fits = False
+            continue
+        beside = _beside(name, programs)
+        used = program.arguments + program.temporary + program.outputs + beside
+        fits = fits and used <= chip.memory
+        flops = max(program.flops, model_flops if name == "accumulate" else 0.0)
+        seconds[name] = predicted_s(program, chip, flops, mfu)
+        parts = ", ".join(f"{cause} {value:.3g} s" for cause, value in seconds[name].items())
+        moved = "; ".join(
+            f"{count} {kind} {size / GIB:.2f} GiB"
+            for kind, (count, size) in sorted(program.collectives.items())
+        )
+        lines += [
+            f"{name} (compiled in {program.compile_s:.0f} s)",
+            f"  HBM     {used / GIB:.2f} of {chip.memory / GIB:.2f} GiB a device: "
+            f"{program.arguments / GIB:.2f} arguments, {program.temporary / GIB:.2f} temporary, "
+            f"{program.outputs / GIB:.2f} new, {beside / GIB:.2f} beside it (optimizer state)",
+            f"  FLOPs   {program.flops:.3g} counted by the compiler"
+            + (f", {model_flops:.3g} by the model" if name == "accumulate" else ""),
+            f"  links   {moved or 'none'}",
+            f"  time    {parts}",
+        ]
+    if len(seconds) == len(programs):
+        lines += _times(config, seconds, mfu)
+    lines.append("it fits" if fits else "it does not fit; " + advice(config, programs, chip))
+    return "\n".join(lines), fits
+
+
+def _beside(name: str, programs: Mapping[str, Program | OutOfMemory]) -> float:
+    """Bytes that lie in memory while the program runs and are no argument of it: what `apply` has
+    beyond parameters and gradient."""
+    accumulate, apply = programs.get("accumulate"), programs.get("apply")
+    if name != "accumulate" or not isinstance(accumulate, Program):
+        return 0.0
+    return max(0.0, apply.arguments - accumulate.arguments) if isinstance(apply, Program) else 0.0
+
+
+def _times(config: Config, seconds: Mapping[str, Mapping[str, float]], mfu: float) -> list[str]:
+    count = microbatches(config)
+    low = high = 0.0
+    for name, times in seconds.items():
+        runs = count if name == "accumulate" else config.batch.minibatches
+        low += runs * max(times.values())
+        high += runs * sum(times.values())
+    tokens = count * config.batch.rows_per_microbatch * config.batch.seq_len
+    return [
+        f"step: {count} microbatches and {config.batch.minibatches} updates: {low:.3g} s if "
+        f"arithmetic, memory and links overlap entirely, {high:.3g} s if not at all "
+        f"({tokens / high:,.0f} to {tokens / low:,.0f} tokens/s)",
+        f"assumed: {mfu:.0%} of the peak in matrix products, full bandwidth of memory and links, "
+        "every episode at its longest; rollouts are another matter",
+    ]
+
+
+def advice(config: Config, programs: Mapping[str, Program | OutOfMemory], chip: Chip) -> str:
+    """What to change, the cheapest first."""
+    parts = config.mesh.data * config.mesh.fsdp
+    ideas = []
+    if config.policy.compute_dtype != "bfloat16":
+        ideas.append("policy.compute_dtype=bfloat16")
+    if config.policy.remat != "block":
+        ideas.append("policy.remat=block")
+    rows = config.batch.rows_per_microbatch
+    if rows > parts:
+        ideas.append(f"batch.rows_per_microbatch={max(parts, rows // 2 // parts * parts)}")
+    if config.mesh.data > 1:
+        ideas.append(f"mesh.data=1 with mesh.fsdp={parts} (one copy of the parameters)")
+    if config.mesh.tensor < config.policy.kv_heads:
+        ideas.append(
+            f"mesh.tensor={config.mesh.tensor * 2} with mesh.fsdp={max(1, config.mesh.fsdp // 2)} "
+            "(activations split over tensor, half the rows at once)"
+        )
+    if config.optimizer.first_moment_dtype != "bfloat16":
+        ideas.append("optimizer.first_moment_dtype=bfloat16")
+    accumulate = programs.get("accumulate")
+    if isinstance(accumulate, Program) and accumulate.arguments > chip.memory / 2:
+        ideas.insert(0, "more devices: the state alone takes more than half")
+    ideas.append("a shorter batch.seq_len, or a larger slice")
+    return "try, one after the other: " + "; ".join(ideas)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = flags.parse(sys.argv if argv is None else argv, OWN_FLAGS)
+    config, topology = arguments.config, arguments.extra["topology"]
+    kind = topology.partition(":")[0]
+    if kind not in CHIPS:
+        flags.refuse(
+            f"--topology={topology} is none of {', '.join(CHIPS)} with a shape, as v5e:4x4"
+        )
+    # Else libtpu asks a metadata server which machine this is; and a lock file, who else uses it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    from jax.experimental import topologies
+
+    from telescope_jax.pretrained import StartError, open_start
+    from telescope_jax.sharding import make_mesh
+
+    vocab_size = config.policy.vocab_size
+    try:
+        config, tokenizer, _ = open_start(config)
+        vocab_size = config.policy.vocab_size or tokenizer.vocab_size
+    except StartError as error:
+        if not vocab_size:
+            flags.refuse(f"{error}; or write the policy's sizes, vocab_size too, into the study")
+        print(f"plan: sizes as the study writes them ({str(error)[:120]})", file=sys.stderr)
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        mesh = make_mesh(config.mesh, devices)
+    except ValueError as error:
+        flags.refuse(str(error))
+    except Exception as error:  # libtpu is absent, or knows no such slice
+        flags.refuse(f"--topology={topology}: {str(error).splitlines()[0]}; is libtpu installed?")
+    # A program for devices that are not here cannot be read back from the compilation cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    params, programs = compile_update(config, vocab_size, mesh)
+    text, fits = report(
+        config, topology, mesh.size, params, programs, CHIPS[kind], arguments.extra["mfu"]
+    )
+    print(text)
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""`--role=inference`: vLLM servers on this machine, for a trainer that runs elsewhere.
+
+    TELESCOPE_ENGINE_KEY=… python -m telescope_jax.main --role=inference --config=… \\
+        --workdir=SHARED --host=0.0.0.0 --port=8000
+
+The trainer is given their addresses as `engine.urls` and the same key. Both see one workdir: the
+weights are read from it. A server that dies is started again, `engine.max_restarts` times in all;
+the trainer then loads the newest version into it. SIGTERM and Ctrl-C end them all.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from telescope_jax.config import Config
+from telescope_jax.inference.server_process import ServerProcess
+from telescope_jax.inference.vllm_pools import KEY_VARIABLE, check_can_start, write_model_folder
+from telescope_jax.inference.vllm_server import ServerShape, command_line, environment
+from telescope_jax.interfaces import EngineError
+from telescope_jax.pretrained import StartError, open_start
+from telescope_jax.weights.hf_config import hf_config_of
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    config: Config,
+    workdir: str,
+    *,
+    host: str,
+    port: int,
+    command: Callable[..., Sequence[str]] = command_line,
+) -> int:
+    """Runs `engine.servers` servers on ports from `port` on; returns the exit code."""
+    logging.getLogger("telescope_jax").setLevel(logging.INFO)
+    try:
+        shape = server_shape(config, Path(workdir), host)
+        return asyncio.run(_serve(config, shape, Path(workdir).resolve(), port, command))
+    except (EngineError, StartError) as error:
+        print(f"telescope_jax: {error}", file=sys.stderr)
+        return 2
+
+
+def server_shape(config: Config, workdir: Path, host: str) -> ServerShape:
+    """What every server of this machine is started with.
+
+    Raises:
+      EngineError, StartError: it cannot be, and what to change.
+    """
+    if config.engine.kind != "vllm":
+        raise EngineError(
+            f"--role=inference starts vLLM servers and engine.kind={config.engine.kind}; set "
+            "engine.kind=vllm (the embedded engine is started by the trainer)"
+        )
+    if not workdir.name or not os.environ.get(KEY_VARIABLE):
+        raise EngineError(
+            f"--role=inference needs --workdir, shared with the trainer, and {KEY_VARIABLE}, the "
+            "key that the trainer has too"
+        )
+    config, tokenizer, _ = open_start(config)
+    check_can_start(replace(config.engine, urls=()), config.policy)
+    vocab_size = config.policy.vocab_size or tokenizer.vocab_size
+    described = hf_config_of(config.policy, vocab_size, config.context())
+    folder = workdir.resolve() / "engines" / f"{socket.gethostname()}-{os.getpid()}"
+    return ServerShape(
+        model=str(write_model_folder(folder, described)),
+        context=config.context(),
+        dtype=config.policy.compute_dtype,
+        eos_ids=tokenizer.eos_ids,
+        vocab_size=vocab_size,
+        max_num_seqs=config.engine.slots,
+        memory_fraction=config.placement.engine_memory_fraction,
+        tensor_parallel=config.engine.tensor_parallel,
+        # The last --host on a command line counts.
+        arguments=("--host", host, *config.engine.server_arguments),
+    )
+
+
+async def _serve(
+    config: Config,
+    shape: ServerShape,
+    workdir: Path,
+    port: int,
+    command: Callable[..., Sequence[str]],
+) -> int:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    places = config.placement.engine_devices
+    watching = [
+        asyncio.create_task(
+            _keep_up(
+                replace(shape, devices=places[index] if places else ""),
+                workdir,
+                port + index,
+                config.engine.max_restarts,
+                command,
+            )
+        )
+        for index in range(config.engine.servers)
+    ]
+    asked = asyncio.create_task(ended.wait())
+    done, _ = await asyncio.wait([asked, *watching], return_when=asyncio.FIRST_COMPLETED)
+    for task in (asked, *watching):
+        task.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)
+    failed = [task.exception() for task in done if task is not asked]
+    for error in failed:
+        print(f"telescope_jax: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+async def _keep_up(
+    shape: ServerShape,
+    workdir: Path,
+    port: int,
+    max_restarts: int,
+    command: Callable[..., Sequence[str]],
+) -> None:
+    """Runs one server, again and again; cancelling ends it.
+
+    Raises:
+      EngineError: it died once too often; with its last words.
+    """
+    name = f"{socket.gethostname()}-{port}"
+    key = os.environ[KEY_VARIABLE]
+    for restarts in range(max_restarts + 1):
+        process = ServerProcess(
+            command(shape, name=name, port=port),
+            environment(shape, name=name, key=key),
+            workdir / "logs" / f"vllm-{name}.log",
+            cwd=Path(shape.model),
+        )
+        try:
+            await process.start()
+            print(f"telescope_jax: {name} starts, pid {process.pid}", file=sys.stderr, flush=True)
+            await process.wait()
+        finally:
+            await asyncio.shield(process.stop())
+        print(f"telescope_jax: {name}: {process.death()}", file=sys.stderr, flush=True)
+        log.warning("%s died, %d of %d restarts left", name, max_restarts - restarts, max_restarts)
+    raise EngineError(f"{name} died {max_restarts + 1} times (engine.max_restarts={max_restarts})")

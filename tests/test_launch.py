@@ -1,0 +1,217 @@
+"""What the launchers start: commands, the Slurm script, restarts; and servers by role."""
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.launch.roles import Launch, parser, points_of, run_role, until_done
+from experiments.launch.slurm_launch import batch_script
+from telescope_jax import flags, serve
+from telescope_jax.config import Config
+from telescope_jax.interfaces import EngineError
+from telescope_jax.main import OWN_FLAGS
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDY = f"--config={ROOT / 'experiments' / 'math.py'}"
+
+
+def launch(workdir: Path, trainers: int = 1, servers: int = 0, **changes) -> Launch:
+    values = {"flags": (STUDY, "--config.seed=3"), "max_restarts": 2, "python": "python"}
+    return Launch(workdir, trainers, servers, **(values | changes))
+
+
+def read(command: tuple[str, ...]) -> tuple[Config, dict]:
+    """What main makes of a role's command line."""
+    arguments = flags.read(["", *command[3:]], OWN_FLAGS)[0]
+    return arguments.config, {**arguments.extra, "workdir": arguments.workdir}
+
+
+def test_every_role_is_a_command_line_that_main_takes(tmp_path: Path):
+    made = launch(tmp_path, trainers=2, servers=2)
+    urls = ["http://n3:8000", "http://n4:8000"]
+    trainers = [read(role.command) for role in made.trainer_roles(99, ["n1", "n2"], urls)]
+    for index, (config, extra) in enumerate(trainers):
+        assert config.seed == 3 and config.engine.urls == tuple(urls)
+        assert (extra["role"], extra["coordinator"]) == ("trainer", "n1:99")
+        assert (extra["processes"], extra["process"]) == ("2", str(index))
+        assert extra["workdir"] == str(tmp_path)
+    servers = [read(role.command) for role in made.server_roles(8000, "0.0.0.0")]
+    for index, (config, extra) in enumerate(servers):
+        assert config.engine.kind == "vllm" and config.engine.servers == 1
+        assert (extra["role"], extra["host"], extra["port"]) == (
+            "inference",
+            "0.0.0.0",
+            8000 + index,
+        )
+
+
+def test_one_trainer_process_is_started_as_by_hand(tmp_path: Path):
+    (role,) = launch(tmp_path).trainer_roles(99, ["n1"], [])
+    config, extra = read(role.command)
+    assert extra["coordinator"] == "" and config.engine.kind == "jax"
+
+
+def test_the_slurm_script_allocates_both_kinds_of_nodes_and_joins_them(tmp_path: Path):
+    """Run by a shell in which the cluster's commands are stubs that write down what they get."""
+    script = batch_script(
+        launch(tmp_path, trainers=2, servers=2), name="study", gpus_per_node=8, partition="gpu"
+    )
+    head = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+    first, second = head[: head.index("hetjob")], head[head.index("hetjob") + 1 :]
+    assert {"--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--requeue"} <= set(first)
+    assert {"--nodes=2", "--gpus-per-node=8", "--partition=gpu"} <= set(second)
+
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    log = tmp_path / "calls"
+    write_stub(stubs / "scontrol", f'echo "scontrol $*" >>{log}; [ "$1" = show ] && echo -e "$3"')
+    # A trainer that was preempted; servers that run until they are ended.
+    srun = f"""
+    env | grep ^TELESCOPE_ | sed 's/KEY=.*/KEY=secret/' | sort >>{log}.env
+    case "$1" in
+      --het-group=1) printf '%s\\n' "$@" >{log}.servers; exec sleep 60 ;;
+      *) printf '%s\\n' "$@" >{log}.trainers; exit 143 ;;
+    esac"""
+    write_stub(stubs / "srun", srun)
+    environment = os.environ | {
+        "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "t1\\nt2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "s1\\ns2",
+        "SLURM_JOB_ID": "17",
+    }
+    done = subprocess.run(["bash"], input=script, env=environment, text=True, timeout=60)
+    assert done.returncode == 143
+    assert "scontrol requeue 17" in log.read_text()
+    trainers = Path(f"{log}.trainers").read_text().splitlines()
+    assert "--config.engine.urls=('http://s1:8000','http://s2:8000',)" in trainers
+    known = Path(f"{log}.env").read_text()
+    assert "TELESCOPE_COORDINATOR=t1:8476" in known and "TELESCOPE_PROCESSES=2" in known
+    assert known.count("TELESCOPE_ENGINE_KEY=secret") == 2 and "KEY" not in script.split("cd ")[0]
+    main = trainers[trainers.index("trainer") + 1 :]
+    config, extra = read(tuple(main))  # what bash -c executes
+    assert config.engine.urls == ("http://s1:8000", "http://s2:8000")
+    servers = Path(f"{log}.servers").read_text().splitlines()
+    at = servers.index("python")
+    assert read(tuple(servers[at:]))[1]["role"] == "inference"
+
+
+def write_stub(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_what_was_preempted_is_started_again_and_what_was_refused_is_not(tmp_path: Path):
+    def run(*ends: list[int]) -> tuple[int, int]:
+        given = iter(ends)
+        attempts: list[int] = []
+
+        def run_trainers(attempt: int) -> list[int]:
+            attempts.append(attempt)
+            return next(given)
+
+        return until_done(launch(tmp_path, 2), run_trainers), len(attempts)
+
+    assert run([143, 143], [5, -9], [0, 0]) == (0, 3)
+    assert run([2, 2]) == (2, 1)
+    assert run([1, 5], [1, 5], [1, 5], [0, 0]) == (1, 3)  # max_restarts=2
+
+
+def test_a_role_passes_signals_on_and_tells_its_code(tmp_path: Path):
+    script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up', "
+    script += "flush=True); time.sleep(60)"
+    code = "import sys; from experiments.launch.roles import run_role; "
+    code += f"sys.exit(run_role([sys.executable, '-c', {script!r}]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "up\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 7
+    assert run_role([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+
+
+def test_a_sweep_is_one_launch_for_each_point_that_has_not_finished(tmp_path: Path):
+    sweep = f"--sweep={ROOT / 'experiments' / 'sweeps' / 'lead.py'}:tiny"
+    given, rest = parser("").parse_known_args([sweep, f"--out={tmp_path}", STUDY + ":tiny"])
+    finished = tmp_path / "runs" / "max_async_rollout=2,seed=0"
+    finished.mkdir(parents=True)
+    (finished / "run.json").write_text('{"state": "finished"}')
+    (tmp_path / "points").mkdir()
+    launches = points_of(given, rest)
+    assert [one.workdir.name for one in launches] == [
+        "max_async_rollout=0,seed=0",
+        "max_async_rollout=0,seed=1",
+        "max_async_rollout=2,seed=1",
+    ]
+    (role,) = launches[1].trainer_roles(1, ["n"], [])
+    assert read(role.command)[0].seed == 1
+
+
+def test_a_sweep_hands_its_points_to_a_launcher(tmp_path: Path):
+    command = [sys.executable, "-m", "telescope_jax.sweep", f"--out={tmp_path}", "--launcher=slurm"]
+    command += ["--sweep=experiments/sweeps/lead.py:tiny", f"{STUDY}:tiny", "--config.tis_cap=3.0"]
+    command += ["--launcher_flags=--cluster=slurm --dry_run --partition=gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --partition=gpu") == 4
+    assert done.stdout.count("--config.tis_cap=3.0") == 4
+    assert "max_async_rollout=2" in done.stdout
+
+
+def test_a_launch_without_a_workdir_is_refused():
+    with pytest.raises(SystemExit, match="--workdir is missing"):
+        points_of(argparse.Namespace(sweep="", workdir=""), [])
+
+
+# --role=inference -------------------------------------------------------------------------------
+
+STUB = [sys.executable, str(ROOT / "tests" / "inference" / "stub_vllm.py")]
+
+
+def vllm_config() -> Config:
+    config = flags.read(["", f"{STUDY}:tiny"])[0].config
+    config.engine.kind = "vllm"
+    config.engine.own_process = True
+    config.policy.head_dim, config.policy.heads, config.policy.width = 32, 1, 32
+    config.policy.kv_heads = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config: setattr(config.engine, "kind", "jax"), "set engine.kind=vllm"),
+        (lambda config: None, "TELESCOPE_ENGINE_KEY"),
+    ],
+)
+def test_a_role_that_cannot_serve_is_refused(change, words, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.delenv("TELESCOPE_ENGINE_KEY", raising=False)
+    config = vllm_config()
+    change(config)
+    assert serve.serve(config, str(tmp_path), host="127.0.0.1", port=1) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_server_that_dies_is_started_again_until_it_has_died_too_often(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TELESCOPE_ENGINE_KEY", "secret")
+    monkeypatch.setattr(serve, "check_can_start", lambda *_: None)
+    shape = serve.server_shape(vllm_config(), tmp_path, "0.0.0.0")
+    assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 26
+    assert (Path(shape.model) / "config.json").exists()
+
+    def dies(shape, *, name: str, port: int) -> list[str]:
+        return [sys.executable, "-c", "raise SystemExit('out of memory')"]
+
+    with pytest.raises(EngineError, match="died 3 times"):
+        asyncio.run(serve._keep_up(shape, tmp_path, 8000, 2, dies))
+    assert capsys.readouterr().err.count("out of memory") == 3

@@ -1,0 +1,142 @@
+"""The plan's numbers: of a program that is compiled here, and of texts made by hand."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from telescope_jax import flags, plan
+from telescope_jax.config import Config
+from telescope_jax.plan import CHIPS, GIB, OutOfMemory, Program
+from telescope_jax.sharding import make_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tiny(**mesh: int) -> Config:
+    config = flags.read(["", f"--config={ROOT / 'experiments' / 'math.py'}:tiny"])[0].config
+    for axis, size in mesh.items():
+        setattr(config.mesh, axis, size)
+    config.batch.rows_per_microbatch = 8
+    return config
+
+
+def test_a_plan_of_devices_that_are_here_counts_their_very_bytes():
+    config = tiny(fsdp=4, tensor=2)
+    params, programs = plan.compile_update(config, 32, make_mesh(config.mesh))
+    accumulate, apply = programs["accumulate"], programs["apply"]
+    assert isinstance(accumulate, Program) and isinstance(apply, Program)
+    from telescope_jax.model.decoder import Decoder
+
+    shapes = jax.eval_shape(Decoder(config.policy, 32).init, jax.random.key(0))
+    assert params == sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
+    # Split over fsdp and tensor but for norms and biases: between an eighth and a third.
+    whole = 4 * params
+    assert whole / 8 < apply.arguments / 4 < whole / 3
+    # New parameters take the place of the gradient, which is donated; the old ones stay.
+    assert apply.outputs < whole / 16
+    assert accumulate.flops > 6 * params * 8 * config.batch.seq_len / 8 / 2
+    kinds = accumulate.collectives
+    assert sum(count for count, _ in kinds.values()) > 0 and "all-reduce" in kinds
+    text, fits = plan.report(config, "v5e:2x4", 8, params, programs, CHIPS["v5e"], 0.5)
+    assert fits and text.endswith("it fits")
+    assert "data 1 × fsdp 4 × tensor 2" in text
+
+
+def test_collectives_are_counted_with_what_arrives():
+    hlo = """
+  %a = f32[8,16]{1,0} all-gather(f32[1,16]{1,0} %x), dimensions={0}
+  %b = (bf16[4]{0}, bf16[32]{0}) all-gather-start(bf16[4]{0} %y), dimensions={0}
+  %b2 = bf16[32]{0} all-gather-done((bf16[4]{0}, bf16[32]{0}) %b)
+  %c = (f32[10]{0}, f32[20]{0}) all-reduce(f32[10]{0} %p, f32[20]{0} %q), to_apply=%add
+  %d = f32[2]{0} reduce-scatter(f32[16]{0} %r), dimensions={0}
+  %e = f32[2]{0} add(f32[2]{0} %d, f32[2]{0} %d)
+"""
+    assert plan.collectives(hlo) == {
+        "all-gather": (2, 8 * 16 * 4 + 64),
+        "all-reduce": (1, 120),
+        "reduce-scatter": (1, 8),
+    }
+
+
+def test_times_follow_the_data_sheet():
+    chip = plan.Chip(flops=100.0, memory=1.0, memory_bytes_per_s=10.0, link_bytes_per_s=5.0)
+    program = Program(0, 0, 0, 0.0, 20.0, {"all-gather": (3, 15.0)}, 0)
+    assert plan.predicted_s(program, chip, 200.0, 0.5) == {
+        "arithmetic": 4.0,
+        "memory": 2.0,
+        "links": 3.0,
+    }
+
+
+def test_microbatches_hold_every_episode_at_its_longest():
+    config = tiny()
+    config.groups_per_batch, config.group_size = 10, 8
+    config.batch.seq_len, config.batch.rows_per_microbatch = 60, 4
+    assert config.context() == 26
+    assert plan.microbatches(config) == 10  # two episodes a row, four rows a microbatch
+
+
+def test_what_lies_beside_a_program_counts_too():
+    """Adam's moments are no argument of the backward pass, and in memory all the same."""
+    config = tiny()
+    accumulate = Program(6 * GIB, 3 * GIB, 0, 1.0, 1.0, {}, 0)
+    apply = Program(13 * GIB, 0, 0, 1.0, 1.0, {}, 0)
+    both = {"accumulate": accumulate, "apply": apply}
+    text, fits = plan.report(config, "v5e:1x1", 1, 10, both, CHIPS["v5e"], 0.5)
+    assert not fits and "16.00 of 15.75 GiB" in text and "7.00 beside it" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: setattr(c.policy, "compute_dtype", "float32"), "policy.compute_dtype=bfloat16"),
+        (lambda c: setattr(c.policy, "remat", "none"), "policy.remat=block"),
+        (lambda c: setattr(c.batch, "rows_per_microbatch", 64), "rows_per_microbatch=32"),
+        (lambda c: setattr(c.mesh, "data", 2), "mesh.data=1 with mesh.fsdp=2"),
+        (lambda c: None, "a larger slice"),
+    ],
+)
+def test_what_does_not_fit_is_told_what_to_change(change, words):
+    config = tiny()
+    config.policy.compute_dtype, config.policy.remat = "bfloat16", "block"
+    config.batch.rows_per_microbatch = 1
+    change(config)
+    refused = {"accumulate": OutOfMemory("20.1G of 15.75G")}
+    text, fits = plan.report(config, "v5e:1x1", 1, 10, refused, CHIPS["v5e"], 0.5)
+    assert not fits and "20.1G of 15.75G" in text and words in text
+
+
+@pytest.mark.parametrize("study", ["qwen2p5_7b.py", "qwen2p5_32b.py"])
+def test_the_sizes_in_a_study_are_those_of_its_name(study: str):
+    config = flags.read(["", f"--config={ROOT / 'experiments' / study}"])[0].config
+    policy = config.policy
+    head = 2 * policy.vocab_size * policy.width
+    attention = 2 * policy.width * policy.head_dim * (policy.heads + policy.kv_heads)
+    billions = (head + policy.layers * (attention + 3 * policy.width * policy.mlp_width)) / 1e9
+    assert round(billions, 1) == {"qwen2p5_7b.py": 7.6, "qwen2p5_32b.py": 32.8}[study]
+
+
+def test_a_topology_that_nobody_makes_is_refused(capsys):
+    study = f"--config={ROOT / 'experiments' / 'qwen2p5_7b.py'}"
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["", study, "--topology=v99:4x4"])
+    assert ended.value.code == 2 and "none of v4, v5e, v5p, v6e" in capsys.readouterr().err
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.deadline(600)
+def test_the_command_compiles_for_a_slice_of_tpus():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    command = [sys.executable, "-m", "telescope_jax.plan", "--topology=v5e:2x2"]
+    command += [f"--config={ROOT / 'experiments' / 'math.py'}:tiny", "--config.mesh.fsdp=4"]
+    command += ["--config.batch.rows_per_microbatch=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "on v5e:2x2 (4 devices): data 1 × fsdp 4 × tensor 1" in done.stdout
+    assert "reduce-scatter" in done.stdout or "all-reduce" in done.stdout
