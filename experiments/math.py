@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> Config:
     config.sampling.max_prompt_tokens = 16
 
     config.warm_start.steps = 400
-    config.warm_start.until_probability = 0.38
+    config.warm_start.until_probability = 0.34
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.schedule = "linear"
