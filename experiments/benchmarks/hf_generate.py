@@ -26,7 +26,7 @@ def main(folder: str, prompts_path: str, dtype: str, tokens: int, repeats: int) 
     for _ in range(repeats + 1):
         started = time.perf_counter()
         with torch.inference_mode():
-            made = model.generate(
+            made = model.generate(  # pyright: ignore[reportAttributeAccessIssue]: its own protocol
                 prompts,
                 attention_mask=torch.ones_like(prompts),
                 do_sample=True,
@@ -41,4 +41,5 @@ def main(folder: str, prompts_path: str, dtype: str, tokens: int, repeats: int) 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    folder, dtype, prompts_path, tokens, repeats = sys.argv[1:]
+    main(folder, dtype, prompts_path, int(tokens), int(repeats))

@@ -209,7 +209,8 @@ def training_step(mesh: Mesh, policy: PolicyConfig, rows: int, tokens: int) -> T
         advantages=floats,  # pyright: ignore[reportArgumentType]
     )
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    totals: Any = Denominators(*[scalar] * len(Denominators._fields))
+    counts: list[Any] = [scalar] * len(Denominators._fields)
+    totals = Denominators(*counts)
     return TrainingStep(
         compile_for(step.accumulate, params, sums, batch, totals),
         compile_for(step.apply, params, opt_state, sums, scalar),

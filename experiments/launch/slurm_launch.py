@@ -35,7 +35,7 @@ COORDINATOR_PORT, SERVER_PORT = 8_476, 8_000
 
 def run_locally(launch: Launch) -> int:
     """All roles on this machine, as submitit's local jobs; returns the exit code of the run."""
-    import submitit
+    import submitit  # pyright: ignore[reportMissingImports]: the extra `slurm`
 
     share_key()
     executor = submitit.LocalExecutor(folder=launch.workdir.parent / f"{launch.workdir.name}-jobs")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
-from xmanager import xm, xm_local
+from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]: the extra `xm`
 
 from experiments.launch.roles import (
     FINAL,

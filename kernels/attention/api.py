@@ -1,6 +1,7 @@
 """Attention of packed rows: causal by index, within a segment, grouped key heads."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def _attention(
     scale: float | None,
     implementation: str | None,
     interpret: bool,
-    device: jax.Device,
+    device: Any,
 ) -> Array:
     """The checked arrays of one device through the implementation that takes them."""
     order = ORDER.get(device.platform, ORDER["cpu"])

@@ -1,6 +1,6 @@
 """The implementations by name: which takes what, in which order, with which block sizes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,20 +19,20 @@ ORDER = {
 
 
 class Case(NamedTuple):
-    """What decides who can run and with which block sizes; the sizes are those of one device."""
+    """What decides who can run and with which block sizes; the sizes are those of one `jax.Device`."""
 
-    device: jax.Device
+    device: Any
     tokens: int
     width: int
     vocabulary: int
     dtype: jax.typing.DTypeLike
 
     @classmethod
-    def of(
-        cls, device: jax.Device, hidden: jax.Array, unembed: jax.Array, layout: Layout
-    ) -> "Case":
+    def of(cls, device: Any, hidden: jax.Array, unembed: jax.Array, layout: Layout) -> "Case":
         """The case of these operands, whole, on a device."""
-        return cls(device, *hidden.shape, unembed.shape[vocabulary_axis(layout)], hidden.dtype)
+        tokens, width = hidden.shape
+        vocabulary = unembed.shape[vocabulary_axis(layout)]
+        return cls(device, tokens, width, vocabulary, hidden.dtype)
 
 
 def name_of(

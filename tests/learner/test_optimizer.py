@@ -81,6 +81,8 @@ def test_a_narrow_first_moment_halves_its_bytes_and_barely_moves_the_direction()
     params = {"mlp": {"up": {"kernel": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}}}
     gradient = jax.tree.map(lambda x: 0.1 * x + 0.02, params)
     directions = {}
+    state: Any
+    direction: Any
     for dtype in ("float32", "bfloat16"):
         transform = adamw_direction(OptimizerConfig(first_moment_dtype=dtype))
         state = transform.init(params)
