@@ -19,7 +19,7 @@ ORDER = {
 
 
 class Case(NamedTuple):
-    """What decides who can run and with which block sizes; the sizes are those of one `jax.Device`."""
+    """What decides who can run and with which blocks; the sizes are those of one `jax.Device`."""
 
     device: Any
     tokens: int
