@@ -12,9 +12,10 @@ cut at 4 × mean. It prints the speed-up over max_async_rollout = 0 and its shar
 where T_gen,sync is one batch generated alone, with its tail, and T_gen,saturated its tokens at full
 slots.
 
-`real` runs the embedded engine in its own process beside the learner; the small policy's answers
-are so long that a batch takes about as long to generate as to train. Each side is first timed
-alone, pinned to one core; then the whole loop runs on two. Share = max(T_gen, T_train) ÷ T_async.
+`real` runs the embedded engine in its own process beside the learner, 16 groups × 8 answers of 104
+tokens a batch; the number of slots makes a batch take about as long to generate as to train. Each
+side is first timed alone, pinned to one core; then the whole loop runs on two. Share =
+max(T_gen, T_train) ÷ T_async.
 """
 
 import argparse
@@ -154,7 +155,7 @@ def virtual() -> None:
             )
 
 
-ANSWER, ROW, STEPS = 104, 128, 24
+ANSWER, ROW, STEPS, REAL_GROUPS = 104, 128, 18, 16
 
 
 class Babble(Sums):
@@ -212,7 +213,7 @@ async def generate_alone(parts: Parts) -> float:
 
     async def batches(count: int) -> float:
         started = time.perf_counter()
-        prompts = [parts.env.prompt(Uid(0, i)) for i in range(count * GROUPS)]
+        prompts = [parts.env.prompt(Uid(0, i)) for i in range(count * REAL_GROUPS)]
         await asyncio.gather(
             *(play_group(parts.env, parts.episode, p, Attempt(p.uid, 0), SIZE) for p in prompts)
         )
@@ -220,23 +221,23 @@ async def generate_alone(parts: Parts) -> float:
 
     await batches(1)
     # The difference of two lengths leaves out the tail, in which slots run empty.
-    short, long = await batches(3), await batches(9)
+    short, long = await batches(2), await batches(6)
     await parts.engine.close()
-    return (long - short) / 6
+    return (long - short) / 4
 
 
 async def train_alone(parts: Parts) -> float:
     """Seconds an update, median, on a batch that was generated here."""
     await parts.start_engine(own_process=False)
     await parts.engine.load(await parts.store.publish(0, parts.learner.params))
-    prompts = [parts.env.prompt(Uid(0, i)) for i in range(GROUPS)]
+    prompts = [parts.env.prompt(Uid(0, i)) for i in range(REAL_GROUPS)]
     groups = await asyncio.gather(
         *(play_group(parts.env, parts.episode, p, Attempt(p.uid, 0), SIZE) for p in prompts)
     )
     await parts.engine.close()
     batch = assemble(0, groups, parts.assembly).minibatches
     times = []
-    for _ in range(12):
+    for _ in range(8):
         started = time.perf_counter()
         await parts.learner.update(batch)
         times.append(time.perf_counter() - started)
@@ -261,7 +262,7 @@ async def run_async(parts: Parts, lead: int) -> float:
     moments = Moments()
     prompts = PromptQueue(parts.env, seed=0, prefetch=64)
     attempts = Attempts(
-        AsyncBound(lead, 8, GROUPS, STEPS),
+        AsyncBound(lead, 8, REAL_GROUPS, STEPS),
         AttemptRules(max_prompt_tokens=16),
         prompts,
         lambda name, details: None,
@@ -317,7 +318,7 @@ def real() -> None:
     """The numbers of the module's docstring, each three times, in turn."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     train = in_process("train", 32, {first})
-    generation = {slots: in_process("generate", slots, {first}) for slots in (6, 8, 12, 16)}
+    generation = {slots: in_process("generate", slots, {first}) for slots in (4, 5, 6, 8)}
     slots = min(generation, key=lambda n: abs(generation[n] - train))
     print(f"slots {slots}: T_gen {generation[slots]:.3f} s, T_train {train:.3f} s a batch")
     print("repeat  lead  T_gen  T_train  T_async  T_sync  share  speed-up")
