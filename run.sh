@@ -28,6 +28,7 @@ die() {
 quietly() {
   local phase="$1" started=$SECONDS
   shift
+  say "$phase"
   if "$@" >>"$log" 2>&1 </dev/null; then
     say "$phase: done in $((SECONDS - started)) s"
   else

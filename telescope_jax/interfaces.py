@@ -95,6 +95,9 @@ class Environment(Protocol):
 
     The control flow of an episode is the environment's: one turn or forty. The `sample` it is given
     keeps the token history, so an environment cannot re-tokenise or mis-mask a turn.
+
+    A method `solution(prompt) -> str` is optional: the answer to a training prompt, which only
+    `config.warm_start` asks for.
     """
 
     name: str

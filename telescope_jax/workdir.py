@@ -186,7 +186,7 @@ class Workdir:
         if changed:
             raise WorkdirError(
                 f"{self.path} holds a run of another configuration: {'; '.join(changed)}; "
-                "choose another --workdir, or go on with the run's own values"
+                "choose another --workdir, or give the flags that the run was started with"
             )
 
     def _write(self, name: str, text: str) -> None:
