@@ -117,7 +117,8 @@ def build_env(config: Config, tokenizer: Tokenizer, rewards: RewardPool) -> Envi
     if config.warm_start.steps and not hasattr(env, "solution"):
         raise SetupError(
             f"env.name={config.env.name} has no solutions, which warm_start.steps="
-            f"{config.warm_start.steps} needs; give it a method solution(prompt) -> str, or set warm_start.steps to 0"
+            f"{config.warm_start.steps} needs; give it a method "
+            "solution(prompt) -> str, or set warm_start.steps to 0"
         )
     return env
 

@@ -193,7 +193,7 @@ class Pool:
 
     async def _load(self, member: Member, ref: WeightsRef) -> None:
         """Loads `ref` into a server that may serve an older version meanwhile."""
-        first = not member.serving
+        first, process = not member.serving, member.process
         try:
             async with member.loading:
                 if member.version == ref.version and member.serving:
@@ -211,7 +211,14 @@ class Pool:
         finally:
             await self._notify()
         if not first:
-            await self._shake(member, ref)
+            try:
+                await self._shake(member, ref)
+            except EngineLost:
+                raise
+            except EngineError as error:
+                log.warning("%s failed while its log-probs were compared: %s", member.name, error)
+                if member.process is process:  # its watch may have brought another one already
+                    await self._end(member)
 
     async def _shake(self, member: Member, ref: WeightsRef) -> None:
         if self._handshake is None:

@@ -277,6 +277,28 @@ def test_a_server_that_dies_of_a_load_is_replaced_and_loads_it_again(tmp_path: P
     with_processes(tmp_path, 1, use)
 
 
+def test_a_server_that_dies_while_its_log_probs_are_compared_is_replaced(tmp_path: Path):
+    """After a swap the handshake runs beside serving: its broken connection ended a whole run."""
+    killed: list[int] = []
+
+    async def use(pool: Pool) -> None:
+        member = pool.members[0]
+        await pool.load(ref(0))
+        sample = member.sample
+
+        async def dying(tokens, sampling, *, salt: str = ""):
+            if salt == "handshake-" and member.version == 1 and not killed:
+                killed.append(kill(member))
+            return await sample(tokens, sampling, salt=salt)
+
+        member.sample = dying  # type: ignore[method-assign]
+        await pool.load(ref(1))
+        assert killed and pool.version == 1 and member.restarts == 1
+        assert (await pool.sample([2], asking())).versions[0].version == 1
+
+    with_processes(tmp_path, 1, use)
+
+
 def test_a_server_whose_engine_is_dead_is_replaced_too(tmp_path: Path):
     async def use(pool: Pool) -> None:
         member = pool.members[0]
