@@ -1,16 +1,16 @@
 """Sums of four digits from reward alone: the main job.
 
-    ./run.sh                                      # this config, about two minutes on 2 CPU cores
+    ./run.sh                                      # this config, under three minutes on 2 CPU cores
     ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
-A 0.5M-parameter decoder learns the answer format and a little adding from 300 supervised steps
-(`warm_start`). From there policy gradients with truncated importance sampling go on from reward
-alone, one step ahead of the weights, on prompts whose numbers never appear in the held-out set in
-any order.
+A 0.5M-parameter decoder learns the answer's format and some adding from about 10,000 solved sums
+(`warm_start`), until it gives a whole solution a probability of a third. From there policy gradients
+with truncated importance sampling go on from reward alone, one step ahead of the weights, on prompts
+whose numbers never appear in the held-out set in any order.
 
-What one should see, on 1,024 held-out sums: greedy accuracy from about 0.5 to 0.95, sampled
-accuracy from about 0.45 to 0.8, batches one weight update old, 0.1 % truncated. It shows that
-RL learns from reward alone, not that it beats more supervision.
+What one should see, on 1,024 held-out sums: greedy accuracy from about 0.55 to 0.93, sampled
+accuracy from about 0.35 to 0.65 or more, batches one weight update old, 0.1 % truncated. It shows
+that RL learns from reward alone, not that it beats more supervision.
 
 `max_async_rollout` is 1 here and not the default 2: two steps ahead need about twice the steps.
 Source of the advantage r − mean: Liu et al., "Understanding R1-Zero-Like Training" (2025).
