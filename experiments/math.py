@@ -4,9 +4,9 @@
     ./run.sh --config=experiments/math.py:tiny    # seconds: the same path, too short to learn
 
 A 0.5M-parameter decoder learns the answer's format and some adding from about 10,000 solved sums
-(`warm_start`), until it gives a whole solution a probability of a third. From there policy gradients
-with truncated importance sampling go on from reward alone, one step ahead of the weights, on prompts
-whose numbers never appear in the held-out set in any order.
+(`warm_start`), until it gives a whole solution a probability of a third. From there policy
+gradients with truncated importance sampling go on from reward alone, one step ahead of the weights,
+on prompts whose numbers never appear in the held-out set in any order.
 
 What one should see, on 1,024 held-out sums: greedy accuracy from about 0.55 to 0.93, sampled
 accuracy from about 0.35 to 0.65 or more, batches one weight update old, 0.1 % truncated. It shows
