@@ -2,7 +2,7 @@
 
     python -m telescope_jax.plan --config=experiments/qwen2p5_32b.py --topology=v5e:16x16
 
-It was compiled for that slice ahead of time (docs/results.md) and has not been run: the sizes are
+It has not been run, and its plan has not been waited for yet (docs/results.md): the sizes are
 written here so that the plan needs no checkpoint. How to start it on many hosts: docs/launch.md.
 """
 

@@ -126,14 +126,14 @@ def _train(
         seed=seed,
     )
     until, probability = config.until_probability, 0.0
-    exam = _exam(Decoder(policy, vocab_size, mesh=mesh), rows[config.steps * size :], seq_len)
-    rows = rows[: config.steps * size]
+    rows, asked = rows[: config.steps * size], rows[config.steps * size :]
+    exam = _exam(Decoder(policy, vocab_size, mesh=mesh), asked, seq_len) if until else None
     try:
         for step, batch in enumerate(_batches(rows, size, seq_len, microbatch), start=1):
             stats = learner.update_now(batch)
             if step == 1 or step % 50 == 0:
                 _log.info("warm start: step %d | loss %.3f", step, stats.loss)
-            if until and step % _EXAM_EVERY == 0:
+            if exam and step % _EXAM_EVERY == 0:
                 probability = exam(learner.params)
                 if probability >= until:
                     _log.info("warm start: step %d | probability %.3f", step, probability)
