@@ -22,12 +22,12 @@ from telescope_jax.config import Config
 def get_config(arg: str = "") -> Config:
     """`arg`: "" is the main job, "tiny" the same path in a few seconds."""
     config = Config()
-    config.number_of_steps = 380
-    config.groups_per_batch = 32
-    config.group_size = 8
+    config.number_of_steps = 300
+    config.groups_per_batch = 64
+    config.group_size = 4
     config.algorithm = "dr_grpo"
     config.max_async_rollout = 1
-    config.eval_every = 95
+    config.eval_every = 100
 
     config.sampling.max_tokens = 10
     config.sampling.max_prompt_tokens = 16
