@@ -12,6 +12,9 @@
 #   TELESCOPE_ACCELERATOR    cpu, gpu or tpu (default: gpu where an NVIDIA driver is found, else cpu)
 set -euo pipefail
 
+# What a run names as the command that takes it up again.
+TELESCOPE_COMMAND="$(printf '%q' "$0")"
+export TELESCOPE_COMMAND
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
 cd -- "$root"
 venv="$root/.venv"

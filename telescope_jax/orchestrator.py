@@ -37,6 +37,7 @@ from telescope_jax.ledger import Attempt, DropReason
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.episode import EpisodeFactory
 from telescope_jax.rollouts.group import GroupFailed, play_group
+from telescope_jax.spans import Spans
 from telescope_jax.types import Group, LossStats, Params, Prompt
 from telescope_jax.watchdog import Doing, Watched, watch
 
@@ -105,7 +106,14 @@ class Orchestrator:
         evaluated: frozenset[int] = frozenset(),
         pending_evals: Sequence[tuple[int, Params]] = (),
         gauges: Sequence[Gauge] = (),
+        began: float | None = None,
     ) -> None:
+        """
+        Args:
+          evaluated: versions whose evals an earlier start of this run has done.
+          pending_evals: versions whose evals were due when it was cut, with their parameters.
+          began: when the run did, by the loop's clock; None is the call of `run`.
+        """
         self._schedule = schedule
         self._attempts = attempts
         self._assembly = assembly
@@ -120,7 +128,7 @@ class Orchestrator:
         self._events = events
         self._checkpointer = checkpointer
         self._on_batch = on_batch
-        self._on_record = evaluated  # versions whose evals an earlier start of this run has done
+        self._on_record = evaluated
         self._gauges = gauges
 
         self.trainer_step = trainer.step
@@ -130,7 +138,8 @@ class Orchestrator:
         self._evaluated = trainer.step  # what an eval engine holds, and may have to load again
         self._steps_here = self._evals_here = 0  # since this process started
         self._doing = Doing()
-        self._times: dict[str, float] = {}
+        self._spans: Spans
+        self._began = began
         self._changed = Changed()
         self._stopping: str | None = None
 
@@ -150,8 +159,10 @@ class Orchestrator:
         missing = self.trainer_step not in self._on_record | {version for version, _ in self._evals}
         if self._eval_is_due() and missing:
             self._evals.append(self._newest)
+        self._spans = Spans(self._now, self._now() if self._began is None else self._began)
         await self._load(*self._first_deploy())
         self._assemble()
+        self._sink.log(self.trainer_step, self._spans.rest("start_up"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -174,6 +185,7 @@ class Orchestrator:
         for attempt in list(self._attempts.in_flight):
             self._attempts.cancel(attempt, DropReason.SHUTDOWN)
         self._attempts.ledger.check()
+        self._sink.log(self.trainer_step, self._spans.rest("end"))
 
     def stop(self, reason: str) -> None:
         """Ends the run after the update that is running, with a checkpoint."""
@@ -232,15 +244,15 @@ class Orchestrator:
 
     async def _learn(self) -> None:
         while self.trainer_step < self._schedule.number_of_steps:
-            started = self._now()
-            await self._changed.until(self._can_learn)
+            with self._spans("wait_for_batch"):
+                await self._changed.until(self._can_learn)
             if self._stopping:
                 return
-            waited = self._now() - started
             assembled = self._batches[0]
             if self._on_batch:
                 self._on_batch(self.trainer_step, [m.group for m in assembled.members])
-            with self._doing("trainer", f"update of step {self.trainer_step}"):
+            doing = self._doing("trainer", f"update of step {self.trainer_step}")
+            with doing, self._spans("update"):
                 stats = await self._trainer.update(assembled.batch.minibatches)
             self._batches.popleft()
             self._attempts.train(assembled.members)
@@ -249,9 +261,6 @@ class Orchestrator:
             self._newest = (self.trainer_step, self._trainer.params)
             if self._eval_is_due():
                 self._evals.append(self._newest)
-            self._times["wait_for_batch"] = waited
-            self._times["step"] = self._now() - started
-            self._times["update"] = self._times["step"] - waited
             self._log_step(step, assembled.batch, stats)
             self._attempts.ledger.check()
             self._changed.notify()
@@ -275,7 +284,7 @@ class Orchestrator:
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}
         values |= batch.metrics | self._attempts.report() | self._attempts.ledger.metrics()
-        values |= {f"time/{name}": value for name, value in self._times.items()}
+        values |= self._spans.step()
         values |= {f"engine/{name}": value for name, value in self._engine.metrics().items()}
         values["engine/version"] = float(self.served_version)
         for gauge in self._gauges:
@@ -301,16 +310,14 @@ class Orchestrator:
         return target if target[0] > self.served_version else None
 
     async def _load(self, version: int, params: Params) -> None:
-        started = self._now()
-        with self._doing("deploy", f"publish of version {version}"):
-            ref = await self._store.publish(version, params)
-        self._times["publish"] = self._now() - started
-        # Before the engines pause for new weights: what is stale shall not be carried over.
-        self._attempts.drop_stale()
-        self._changed.notify()
-        with self._doing("deploy", f"load of version {version}"):
-            await self._engine.load(ref)
-        self._times["deploy"] = self._now() - started
+        with self._spans("deploy"):
+            with self._spans("publish"), self._doing("deploy", f"publish of version {version}"):
+                ref = await self._store.publish(version, params)
+            # Before the engines pause for new weights: what is stale shall not be carried over.
+            self._attempts.drop_stale()
+            self._changed.notify()
+            with self._doing("deploy", f"load of version {version}"):
+                await self._engine.load(ref)
         self._events("deploy", self.progress())
         self._changed.notify()
         waiting = [version for version, _ in self._evals]
@@ -390,14 +397,13 @@ class Orchestrator:
             return
         batched = [member for waiting in self._batches for member in waiting.members]
         values, groups = self._attempts.state(batched)
-        started = self._now()
-        with self._doing("checkpoint", f"save of step {self.trainer_step}"):
+        doing = self._doing("checkpoint", f"save of step {self.trainer_step}")
+        with doing, self._spans("checkpoint"):
             await self._checkpointer.save(
                 Checkpoint(
                     self.trainer_step, self._trainer.save(), values, groups, tuple(self._evals)
                 )
             )
-        self._times["checkpoint"] = self._now() - started
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -11,9 +11,13 @@ told in one line with the traceback in the log. A second signal exits at once.
 
 import asyncio
 import logging
+import os
+import re
+import shlex
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +35,7 @@ from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.interfaces import Checkpoint, Engine
 from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
 from telescope_jax.ledger import Attempt
+from telescope_jax.log_lines import row
 from telescope_jax.loop_guard import LoopGuard, calm_collector
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
@@ -64,13 +69,24 @@ PROMPTS_AHEAD = 64
 NO_SIGNAL_EXIT_CODE = 3
 
 
-def run(config: Config, config_file: str, workdir: str, peers: Peers | None = None) -> int:
+def run(
+    config: Config,
+    config_file: str,
+    workdir: str,
+    peers: Peers | None = None,
+    *,
+    typed: Sequence[str] = (),
+    began: float | None = None,
+) -> int:
     """Runs to the end, or to a signal. Returns the exit code.
 
     Args:
+      typed: the flags, for the command that takes an interrupted run up again.
+      began: when this command did, by time.monotonic(); None is the moment of the call.
       peers: the processes of this trainer, if there are several; process 0 runs as one of one does,
         with a trainer, a store and checkpoints that take the others along (hosts/).
     """
+    began = time.monotonic() if began is None else began
     try:
         refuse_foreign_kernels_package()
         place_trainer(config.placement)
@@ -86,18 +102,27 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
         if peers:
             peers.give_up(2, str(error))
         return 2
+    again = command_again(typed or [f"--config={config_file}"], folder)
+    if folder.finished_steps >= config.number_of_steps and not peers:
+        print(f"{end_of(folder)}\n{how_to_go_on(folder)}")
+        folder.note_end(0)
+        folder.close()
+        return 0
     use_compilation_cache()
     signals = Signals(
         grace_s=config.checkpoint.grace_s,
         resume_exit_code=config.checkpoint.resume_exit_code,
         note=folder.note,
+        again=again,
     )
     code, words = 1, ""
-    with folder.logging():
+    console = Console(config.number_of_steps)
+    with folder.logging(console.say):
+        introduce(task, folder, config_file)
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(task, folder, signals, peers))
+            code = asyncio.run(_run(task, folder, console, signals, peers, began))
         except (SetupError, HostsError) as error:
             log.error("%s", error)
             code, words = 2, str(error)
@@ -115,6 +140,8 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
         finally:
             signals.closed()
             folder.note_end(code)
+            if code in (1, *signals.codes.values()) and not peers:
+                console.say(row("resume", again))
     if peers and words:
         peers.give_up(code, words)
     if peers:
@@ -122,7 +149,14 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
     return code
 
 
-async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | None) -> int:
+async def _run(
+    task: Task,
+    folder: Workdir,
+    console: Console,
+    signals: Signals,
+    peers: Peers | None,
+    began: float,
+) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
@@ -165,7 +199,7 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
         sink = Fanout(
             [
                 JsonlSink(folder.metrics_file, resume_at=learner.step if folder.resumed else None),
-                console := Console(config.number_of_steps, first_step=learner.step),
+                console,
             ]
         )
         stack.callback(sink.close)
@@ -245,12 +279,14 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
             on_batch=RolloutTables(
                 folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
             ).write,
+            began=began,
         )
-        console.start(
-            config="\n".join(config_tree.overrides(config)),
-            mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
-            parameters=table(learner.params, mesh),
-            memory=learner.memory(),
+        parameters = table(learner.params, mesh)
+        log.debug("parameters:\n%s", parameters)
+        log.info("policy: %s\n%s", parameters.splitlines()[-1], learner.memory())
+        log.info(
+            "training: steps %d to %d; the first rollouts and updates compile",
+            *(learner.step, config.number_of_steps),
         )
         calm_collector()
         signals.orchestrator = orchestrator
@@ -263,7 +299,12 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
             )
         try:
             await orchestrator.run()
+            committing = time.monotonic()
             await saver.finish()
+            now = time.monotonic()
+            last = {"time/checkpoint": now - committing, "time/elapsed": now - began}
+            sink.log(orchestrator.trainer_step, last)
+            folder.note(step=orchestrator.trainer_step)
             signals.saved()
         except BaseException as error:
             signals.failed(error)
@@ -273,6 +314,44 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
         sink.close()
         console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
+
+
+def introduce(task: Task, folder: Workdir, config_file: str) -> None:
+    """What this run is, at the head of its log; the whole configuration is in its files."""
+    config = task.config
+    differing = textwrap.fill(
+        " ".join(config_tree.changes(config)),
+        88,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    log.info("run: %s", folder.path)
+    log.info(
+        "config: %s; all of it is in config.json, and other than the defaults are\n%s",
+        *(config_file, differing or "none"),
+    )
+    sizes = ", ".join(f"{axis} {size}" for axis, size in task.mesh.shape.items())
+    log.info("mesh: %s, on %s", sizes, task.mesh.devices.flat[0].device_kind)
+    log.debug("config:\n%s", "\n".join(config_tree.overrides(config)))
+
+
+def command_again(flags: Sequence[str], folder: Workdir) -> str:
+    """The command that takes the run of this folder up again."""
+    # Set by run.sh to its own name.
+    start = os.environ.get("TELESCOPE_COMMAND") or f"{sys.orig_argv[0]} -m telescope_jax.main"
+    given = any(re.match("--?workdir(=|$)", flag) for flag in flags)
+    return f"{start} {shlex.join([*flags, *([] if given else [f'--workdir={folder.path}'])])}"
+
+
+def how_to_go_on(folder: Workdir) -> str:
+    """What to do with the folder of a finished run."""
+    steps = folder.finished_steps
+    return row(
+        "finished",
+        f"{folder.path} holds this run with all of its {steps} steps\n"
+        f"more of them: the same command with --config.number_of_steps={2 * steps}\n"
+        "once more from the start: another --workdir",
+    )
 
 
 def end_of(folder: Workdir) -> str:
