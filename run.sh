@@ -222,6 +222,12 @@ main() {
     shift
     test_newest_jax "$@"
   fi
+  case "${1:-}" in
+    "" | -*) ;;
+    *.py | *.py:*) die "'$1' is no command; did you mean --config=$1?" ;;
+    *) die "'$1' is no command; there are test, smollm2 and test-newest-jax, or flags such as" \
+      "--config=experiments/math.py:tiny (./run.sh --help)" ;;
+  esac
   local flag purpose=run config="--config=experiments/math.py"
   for flag in "$@"; do
     case "$flag" in

@@ -30,8 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     if role != "trainer":
         flags.refuse(f"--role={role} is neither trainer nor inference")
     # After the flags: a wrong one must not cost the import of jax, nor touch a device.
-    from telescope_jax.hosts.runtime import HostsError, join, place
-    from telescope_jax.run import run
+    try:
+        from telescope_jax.hosts.runtime import HostsError, join, place
+        from telescope_jax.run import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("telescope_jax"):
+            raise
+        flags.refuse(f"{error.name} is not installed; ./run.sh installs it, or: pip install -e .")
 
     try:
         peers = join(place(extra))

@@ -1,6 +1,6 @@
 """Where a run's time goes: seconds by name, since the metrics line before."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ class Spans:
 
     def __init__(self, now: Callable[[], float], began: float) -> None:
         self._now, self._began, self._line = now, began, began
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -41,5 +41,5 @@ class Spans:
     def _taken(self, name: str, seconds: float) -> dict[str, float]:
         now = self._now()
         values = {**self._seconds, name: seconds, "elapsed": now - self._began}
-        self._line, self._seconds = now, Counter(publish=0.0, deploy=0.0)
+        self._line, self._seconds = now, defaultdict(float, publish=0.0, deploy=0.0)
         return {f"time/{name}": value for name, value in values.items()}

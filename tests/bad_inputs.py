@@ -63,6 +63,21 @@ def environment_of_a_module_that_is_not_there(tmp: Path) -> None:
 
 
 @case
+def environment_of_a_package_that_is_misspelt(tmp: Path) -> None:
+    build(env__name="reasoning_gim:chain_sum")
+
+
+@case
+def environment_of_a_module_that_is_misspelt(tmp: Path) -> None:
+    build(env__name="tests.faults.wrlds:Digits")
+
+
+@case
+def environment_of_a_module_that_is_no_package(tmp: Path) -> None:
+    build(env__name="json.decodr.x:Env")
+
+
+@case
 def environment_that_its_module_lacks(tmp: Path) -> None:
     build(env__name="tests.faults.worlds:Digit")
 

@@ -25,6 +25,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.config_rules", GROUND, "config"),
     ("telescope_jax.config_tree", GROUND, "config"),
     ("telescope_jax.flags", GROUND, "config"),
+    ("telescope_jax.extras", GROUND, "extras"),
     ("telescope_jax.interfaces", INTERFACES, "interfaces"),
     ("telescope_jax.staleness", PURE, "staleness"),
     ("telescope_jax.ledger", PURE, "ledger"),

@@ -111,7 +111,7 @@ async def orchestrated(lead: int) -> tuple[Any, list[dict[str, float]]]:
     await orchestrator.run()
     params = jax.device_get(parts.learner.params)
     await parts.close()
-    return params, [values for _, values in sink.rows]
+    return params, [values for _, values in sink.rows if "train/loss" in values]
 
 
 async def sequential() -> tuple[Any, list[float]]:
