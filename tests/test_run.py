@@ -130,7 +130,7 @@ def test_another_configuration_is_refused_in_the_same_folder(finished: tuple[Pat
 def test_sigterm_leaves_a_checkpoint_and_no_process_and_the_rerun_ends_the_run(
     tmp_path: Path,
 ) -> None:
-    """OR-17, DESIGN 3.11."""
+    """OR-17."""
     flags = ["--config.number_of_steps=40", "--config.eval_every=0"]
     flags += ["--config.engine.own_process=True", "--config.checkpoint.every=0"]
     process = start(tmp_path / "run", *flags)

@@ -1,4 +1,4 @@
-"""DESIGN rule 3.3: max_async_rollout = 0 is the plain sequential loop, bit for bit.
+"""With max_async_rollout = 0 a run is the plain sequential loop, bit for bit.
 
 The same real parts (embedded engine, learner, sums) are driven twice: by the orchestrator, and by
 the loop that a textbook would write.

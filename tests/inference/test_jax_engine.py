@@ -449,7 +449,7 @@ def test_the_engine_answers_as_the_batcher_does():
 
 
 def test_two_engines_hold_two_versions_and_one_thread():
-    """DESIGN 3.9: an eval goes on with its version while training samples from the next."""
+    """An eval goes on with its version while training samples from the next."""
 
     async def run() -> None:
         store, thread = MemoryStore(), EngineThread("shared")
@@ -550,7 +550,7 @@ def test_weights_that_are_gone_fail_the_load_and_not_the_engine():
 
 
 def test_a_sample_that_takes_too_long_is_an_error():
-    """DESIGN 3.10: every wait has a timeout."""
+    """Every wait has a timeout: a run may end with an error, never stand still."""
 
     async def run() -> None:
         engine = await _engine(MemoryStore(), request_timeout_s=0.05)
