@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The lowest version that a new request may meet; staleness.py calls it `served_version`."""
+        """The lowest version that a new request may meet: `served_version` in staleness.py."""
         ...
 
     async def sample(self, tokens: Sequence[int], sampling: SamplingParams) -> Completion:

@@ -87,7 +87,7 @@ def test_a_call_that_never_ends_is_killed_on_its_deadline_and_the_worker_goes_on
 
 
 def test_memory_is_bounded_and_the_next_call_has_it_again():
-    """A reward that eats memory ends its worker, and nothing else."""
+    """A reward that eats memory reaches its limit; its worker serves the next one."""
 
     async def story(pool):
         with pytest.raises(AnswerLimit, match="memory"):
