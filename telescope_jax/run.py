@@ -11,29 +11,23 @@ told in one line with the traceback in the log. A second signal exits at once.
 
 import asyncio
 import logging
-import os
-import re
-import shlex
 import sys
-import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from telescope_jax import config_tree, plots
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.config import CheckpointConfig, Config
-from telescope_jax.console import Console, summary
+from telescope_jax.config import Config
+from telescope_jax.console import Console
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.hosts import several
-from telescope_jax.hosts.leader import SharedCheckpoints
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
-from telescope_jax.interfaces import Checkpoint, Engine
-from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
+from telescope_jax.interfaces import Engine
+from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
 from telescope_jax.log_lines import row
 from telescope_jax.loop_guard import LoopGuard, calm_collector
@@ -41,9 +35,11 @@ from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
-from telescope_jax.rollouts.archive import pack_groups, unpack_groups
+from telescope_jax.report import command_again, end_of, how_to_go_on, introduce
+from telescope_jax.rollouts.archive import unpack_groups
 from telescope_jax.rollouts.episode import Episode
 from telescope_jax.rollouts.table import RolloutTables
+from telescope_jax.run_checkpoints import RunCheckpoints
 from telescope_jax.setup import (
     SetupError,
     Task,
@@ -118,7 +114,7 @@ def run(
     code, words = 1, ""
     console = Console(config.number_of_steps)
     with folder.logging(console.say):
-        introduce(task, folder, config_file)
+        introduce(task.config, task.mesh, folder, config_file)
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
@@ -314,118 +310,6 @@ async def _run(
         sink.close()
         console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
-
-
-def introduce(task: Task, folder: Workdir, config_file: str) -> None:
-    """What this run is, at the head of its log; the whole configuration is in its files."""
-    config = task.config
-    differing = textwrap.fill(
-        " ".join(config_tree.changes(config)),
-        88,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    log.info("run: %s", folder.path)
-    log.info(
-        "config: %s; all of it is in config.json, and other than the defaults are\n%s",
-        *(config_file, differing or "none"),
-    )
-    sizes = ", ".join(f"{axis} {size}" for axis, size in task.mesh.shape.items())
-    log.info("mesh: %s, on %s", sizes, task.mesh.devices.flat[0].device_kind)
-    log.debug("config:\n%s", "\n".join(config_tree.overrides(config)))
-
-
-def command_again(flags: Sequence[str], folder: Workdir) -> str:
-    """The command that takes the run of this folder up again."""
-    # Set by run.sh to its own name.
-    start = os.environ.get("TELESCOPE_COMMAND") or f"{sys.orig_argv[0]} -m telescope_jax.main"
-    given = any(re.match("--?workdir(=|$)", flag) for flag in flags)
-    return f"{start} {shlex.join([*flags, *([] if given else [f'--workdir={folder.path}'])])}"
-
-
-def how_to_go_on(folder: Workdir) -> str:
-    """What to do with the folder of a finished run."""
-    steps = folder.finished_steps
-    return row(
-        "finished",
-        f"{folder.path} holds this run with all of its {steps} steps\n"
-        f"more of them: the same command with --config.number_of_steps={2 * steps}\n"
-        "once more from the start: another --workdir",
-    )
-
-
-def end_of(folder: Workdir) -> str:
-    """The summary; a picture that cannot be drawn, or a full disk, does not fail a finished run."""
-    lines = read_metrics(folder.metrics_file)
-    files = {"metrics": str(folder.metrics_file)}
-    try:
-        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
-        files["curves"] = str(picture)
-    except (OSError, ValueError) as error:
-        log.warning("no picture of the curves: %s", error)
-    return summary(lines, files)
-
-
-class RunCheckpoints:
-    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups.
-
-    A save that failed is told of when the next one begins, and at the end. It ends the run, unless
-    `checkpoint.max_failures` says that so many in a row are only warnings and a metric.
-    """
-
-    def __init__(
-        self, checkpoints: Checkpoints | SharedCheckpoints, config: CheckpointConfig
-    ) -> None:
-        self._checkpoints, self._config = checkpoints, config
-        self._failures = self._in_a_row = 0
-
-    async def save(self, checkpoint: Checkpoint) -> None:
-        """Returns once the arrays are copied; what follows goes on in the background."""
-        await self._finish_previous()
-        trainer, host, held, evals = checkpoint.trainer, {}, None, {}
-        if self._config.save_training_state:
-            groups, held = pack_groups(checkpoint.held)
-            host = {"run": checkpoint.run, "groups": groups}
-            evals = dict(checkpoint.evals)
-        else:
-            trainer = {name: trainer[name] for name in ("params", "step")}
-        try:
-            await asyncio.to_thread(
-                self._checkpoints.save, trainer, host=host, held=held, evals=evals
-            )
-        except Exception as error:
-            self._failed(error)
-
-    async def finish(self) -> None:
-        """Returns once the last save is committed.
-
-        Raises:
-          SaveFailed: it is not, whatever `max_failures` says of those on the way.
-        """
-        self._config = replace(self._config, max_failures=0)
-        await self._finish_previous()
-
-    def metrics(self) -> Mapping[str, float]:
-        """For `checkpoint/*`."""
-        return {"checkpoint/failures": float(self._failures)}
-
-    async def _finish_previous(self) -> None:
-        try:
-            await asyncio.to_thread(self._checkpoints.wait)
-            self._in_a_row = 0
-        except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
-        steps = self._checkpoints.steps()
-        message = (
-            f"a checkpoint could not be written ({type(error).__name__}: {error}); "
-            f"the newest whole one is of step {steps[-1] if steps else 'none'}"
-        )
-        if self._in_a_row > self._config.max_failures:
-            raise SaveFailed(f"{message}; make room, then run the same command again") from error
-        log.warning("%s", message)
 
 
 def evaluated_versions(metrics_file: Path) -> frozenset[int]:
