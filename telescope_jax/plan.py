@@ -1,7 +1,7 @@
 """What a run needs on hardware that is not here: its update, compiled ahead of time for a topology.
 
     pip install -e '.[plan]'
-    python -m telescope_jax.plan --config=experiments/qwen2p5_7b.py --topology=v5e:16x16
+    python -m telescope_jax.plan --config=experiments/qwen2p5.py:7b --topology=v5e:16x16
 
 The real functions of the update are compiled by the accelerator's own compiler, for the mesh and
 the batch of the study. Memory, operations and collectives are the compiler's; the time is a

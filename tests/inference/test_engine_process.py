@@ -164,7 +164,7 @@ def test_cancelling_reaches_the_process(loaded: Rig):
         return loaded.train.metrics()["cancelled"]
 
     assert loaded.run(run()) > 0
-    assert loaded.process._pending == {}
+    assert loaded.process.questions.pending == {}
 
 
 def test_a_killed_process_fails_what_waits_on_it_and_can_be_replaced(loaded: Rig):
