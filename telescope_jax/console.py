@@ -168,20 +168,19 @@ def si(value: float) -> str:
     return f"{value:.0f}"
 
 
-def eval_line(step: int, values: Mapping[str, Any]) -> str:
+def eval_line(version: int, values: Mapping[str, Any]) -> str:
     """`eval of version 30 | sums 0.62 greedy, 0.45 sampled`, or nothing."""
-    pieces, version = [], step
+    pieces = []
     for name in _evals([values]):
         greedy = values.get(f"eval/{name}/accuracy")
         sampled = values.get(f"eval/{name}/sampled_accuracy")
-        version = values.get(f"eval/{name}/version", version)
         scores = [
             f"{_Number(score):.2f} {kind}"
             for score, kind in ((greedy, "greedy"), (sampled, "sampled"))
             if score is not None
         ]
         pieces.append(f"{name} {', '.join(scores)}")
-    return " | ".join([f"eval of version {version:.0f}", *pieces]) if pieces else ""
+    return " | ".join([f"eval of version {version}", *pieces]) if pieces else ""
 
 
 def _evals(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -79,11 +79,10 @@ def test_an_eval_names_the_version_that_was_evaluated():
     values = {
         "eval/sums/accuracy": 0.6224,
         "eval/sums/sampled_accuracy": 0.451,
-        "eval/sums/version": 30,
         "eval/chain/accuracy": 0.1,
     }
     expected = "eval of version 30 | sums 0.62 greedy, 0.45 sampled | chain 0.10 greedy"
-    assert console.eval_line(33, values) == expected
+    assert console.eval_line(30, values) == expected
     assert console.eval_line(33, STEP) == ""
 
 
