@@ -110,7 +110,8 @@ def test_it_ends_at_the_ability_that_was_asked_for_and_warns_where_it_is_not_rea
         return caplog.records[-1].getMessage(), params
 
     message, params = ended(until_probability=0.3)
-    step, said = re.fullmatch(r"warm start: step (\d+) \| probability (.*)", message).groups()  # type: ignore[union-attr]
+    told = r"warm start: (\d+) steps, loss [\d.]+, probability ([\d.]+), in [\d.]+ s"
+    step, said = re.fullmatch(told, message).groups()  # type: ignore[union-attr]
     assert 5 <= int(step) < CONFIG.steps
     assert float(said) == pytest.approx(_probability_by_hand(params), abs=6e-4) and said >= "0.3"
     message, _ = ended(until_probability=1.0, steps=5)
