@@ -35,6 +35,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.assembly", PURE, "assembly"),
     ("telescope_jax.sharding", PURE, "sharding"),
     ("telescope_jax.orbax_saves", PURE, "orbax_saves"),
+    ("telescope_jax.tensorstore_json", PURE, "orbax_saves"),
     ("telescope_jax.model", PURE, "model"),
     ("telescope_jax.learner.loss", PURE, "loss"),
     ("telescope_jax.learner.objectives", PURE, "loss"),
