@@ -13,12 +13,14 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from telescope_jax import config_tree, plots
+from telescope_jax.allocator import few_arenas
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
 from telescope_jax.config import CheckpointConfig, Config
@@ -71,6 +73,7 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
       peers: the processes of this trainer, if there are several; process 0 runs as one of one does,
         with a trainer, a store and checkpoints that take the others along (hosts/).
     """
+    few_arenas()
     try:
         refuse_foreign_kernels_package()
         place_trainer(config.placement)
@@ -311,9 +314,7 @@ class RunCheckpoints:
         else:
             trainer = {name: trainer[name] for name in ("params", "step")}
         try:
-            await asyncio.to_thread(
-                self._checkpoints.save, trainer, host=host, held=held, evals=evals
-            )
+            await _in_thread(self._checkpoints.save, trainer, host=host, held=held, evals=evals)
         except Exception as error:
             self._failed(error)
 
@@ -332,7 +333,7 @@ class RunCheckpoints:
 
     async def _finish_previous(self) -> None:
         try:
-            await asyncio.to_thread(self._checkpoints.wait)
+            await _in_thread(self._checkpoints.wait)
             self._in_a_row = 0
         except Exception as error:
             self._failed(error)
@@ -347,6 +348,17 @@ class RunCheckpoints:
         if self._in_a_row > self._config.max_failures:
             raise SaveFailed(f"{message}; make room, then run the same command again") from error
         log.warning("%s", message)
+
+
+async def _in_thread(call: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """Like `asyncio.to_thread`, but a cancelled run waits for the thread: whoever closes the
+    checkpoints next must not meet a save half-way through."""
+    working = asyncio.ensure_future(asyncio.to_thread(call, *args, **named))
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 def evaluated_versions(metrics_file: Path) -> frozenset[int]:

@@ -59,6 +59,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.changed", PURE, "changed"),
     ("telescope_jax.watchdog", PURE, "watchdog"),
     ("telescope_jax.loop_guard", PURE, "watchdog"),
+    ("telescope_jax.allocator", PURE, "watchdog"),
     ("telescope_jax.signals", PURE, "signals"),
     ("telescope_jax.orchestrator", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.workdir", PART, "workdir"),
