@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from telescope_jax.allocator import few_arenas
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
 from telescope_jax.config import Config
@@ -83,6 +84,7 @@ def run(
         with a trainer, a store and checkpoints that take the others along (hosts/).
     """
     began = time.monotonic() if began is None else began
+    few_arenas()
     try:
         refuse_foreign_kernels_package()
         place_trainer(config.placement)

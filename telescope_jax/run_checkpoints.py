@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from telescope_jax.config import CheckpointConfig
 from telescope_jax.hosts.leader import SharedCheckpoints
@@ -38,9 +39,7 @@ class RunCheckpoints:
         else:
             trainer = {name: trainer[name] for name in ("params", "step")}
         try:
-            await asyncio.to_thread(
-                self._checkpoints.save, trainer, host=host, held=held, evals=evals
-            )
+            await _in_thread(self._checkpoints.save, trainer, host=host, held=held, evals=evals)
         except Exception as error:
             self._failed(error)
 
@@ -59,7 +58,7 @@ class RunCheckpoints:
 
     async def _finish_previous(self) -> None:
         try:
-            await asyncio.to_thread(self._checkpoints.wait)
+            await _in_thread(self._checkpoints.wait)
             self._in_a_row = 0
         except Exception as error:
             self._failed(error)
@@ -74,3 +73,14 @@ class RunCheckpoints:
         if self._in_a_row > self._config.max_failures:
             raise SaveFailed(f"{message}; make room, then run the same command again") from error
         log.warning("%s", message)
+
+
+async def _in_thread(call: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """Like `asyncio.to_thread`, but a cancelled run waits for the thread: whoever closes the
+    checkpoints next must not meet a save half-way through."""
+    working = asyncio.ensure_future(asyncio.to_thread(call, *args, **named))
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

@@ -32,7 +32,9 @@ def scratch(tmp_path, monkeypatch):
 
 def run(story, **settings):
     async def main():
-        settings_ = {"workers": 1, "timeout_s": 20.0, "grace_s": 20.0, **settings}
+        # Not confined: the functions tell the tests what they do through files.
+        settings_ = {"workers": 1, "timeout_s": 20.0, "grace_s": 20.0, "confined": False}
+        settings_ |= settings
         async with asyncio.timeout(60), RewardPool(**settings_) as pool:
             return await story(pool)
 
@@ -269,7 +271,8 @@ def test_workers_and_calls_die_with_a_parent_that_is_killed(tmp_path):
         from telescope_jax.scoring.reward_pool import RewardPool
         sys.path.insert(0, {os.getcwd()!r})
         async def main():
-            await RewardPool(workers=1).call("{F}:hang", {str(tmp_path / "pid")!r}, timeout_s=300)
+            pool = RewardPool(workers=1, confined=False)
+            await pool.call("{F}:hang", {str(tmp_path / "pid")!r}, timeout_s=300)
         asyncio.run(main())
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
