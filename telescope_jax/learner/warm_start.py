@@ -42,7 +42,7 @@ from telescope_jax.types import PackedBatch, Params, Reward, Rollout, StopReason
 
 _log = logging.getLogger(__name__)
 
-_EXAM_EVERY, _EXAM_SIZE = 5, 512
+_EXAM_EVERY, _EXAM_SIZE = 2, 256
 
 Solution = tuple[Int[np.ndarray, " T"], Bool[np.ndarray, " T"]]
 """Tokens of a prompt with its solution, and a mask of the tokens to learn."""
@@ -63,7 +63,7 @@ def warm_start(
     """Parameters after at most `config.steps` supervised steps from random ones, on `mesh`.
 
     Args:
-      solutions: at least steps × batch_size of them, and 512 more to test `until_probability`;
+      solutions: at least steps × batch_size of them, and 256 more to test `until_probability`;
         drawn from training prompts only.
       seed: of the random parameters.
       seq_len: tokens a packed row; at least the longest solution.
