@@ -33,7 +33,7 @@ def get_config(arg: str = "") -> Config:
     config.max_async_rollout = 1
     config.eval_every = 70
 
-    config.sampling.max_tokens = 10
+    config.sampling.max_tokens = 8
     config.sampling.max_prompt_tokens = 16
 
     config.warm_start.steps = 400
