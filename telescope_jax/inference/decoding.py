@@ -4,8 +4,9 @@ Every shape is fixed: decoding always runs over all slots, and a prompt is prefi
 its own length decides, in a batch of a size that the width decides. XLA's results for a row depend
 on the batch size but not on its neighbours, so what a request gets never depends on load.
 
-A sampled token is decided by (seed, position): argmax of logits / temperature + Gumbel noise whose
-threefry key is the request's seed folded with the token's position in the sequence.
+A sampled token is decided by (seed, position): argmax of logits / temperature + Gumbel noise, by
+blocks of a large vocabulary, whose threefry key is the request's seed folded with the token's
+position in the sequence.
 
 A slot holds the cache of its sequence up to but without `token`, the newest one, which the next
 decode step writes at `position`. So the last token of a sequence costs no decode step, and the
@@ -25,6 +26,9 @@ from telescope_jax.types import Params
 
 MAX_STOP_IDS = 8
 """Stop token ids that one request may name, beside the eos ids."""
+
+BLOCK = 256
+"""Tokens of the vocabulary that are sampled among at once."""
 
 
 class Prefilled(NamedTuple):
@@ -147,16 +151,29 @@ def sample(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples a token a row and returns its log-prob, log softmax(logits / temperature).
 
+    A block of the vocabulary first, with its share of the probability, then a token of the block:
+    the same distribution with V / BLOCK + BLOCK numbers of noise instead of V, which at 50,000
+    tokens would cost a third of a decode step on CPU.
+
     Temperature 0 takes the likeliest token, with its log-prob at temperature 1. Rows are
     independent: a row's result is decided by its own logits, seed and position.
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    size = min(BLOCK, scaled.shape[1])
+    whole = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % size)), constant_values=-jnp.inf)
+    blocks = whole.reshape(whole.shape[0], -1, size)  # S V -> S V/size size
+    masses = jax.nn.logsumexp(blocks, axis=-1)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed), position)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    token = jnp.argmax(scaled + jnp.where(greedy[:, None], 0.0, noise), axis=-1)
-    chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(scaled, axis=-1)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (size + masses.shape[1],)))(keys)
+    noise = jnp.where(greedy[:, None], 0.0, noise)
+    weights = jnp.where(greedy[:, None], jnp.max(blocks, axis=-1), masses)
+    block = jnp.argmax(weights + noise[:, size:], axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    place = jnp.argmax(inside + noise[:, :size], axis=-1)
+    chosen = jnp.take_along_axis(inside, place[:, None], axis=-1)[:, 0]
+    token = (block * size + place).astype(jnp.int32)
+    return token, chosen - jax.nn.logsumexp(masses, axis=-1)
 
 
 def _admit(
@@ -168,7 +185,7 @@ def _admit(
 
     def insert(cache: jax.Array, rows: jax.Array) -> jax.Array:
         width = rows.shape[2]
-        mixed = jnp.where(fresh[None, :, None, None, None], rows[:, row], cache[:, :, :width])
+        mixed = jnp.where(fresh[:, None, None, None], rows[row], cache[:, :, :width])
         return cache.at[:, :, :width].set(mixed)
 
     token, logprob = sample(prefilled.logits[row], seed, length, temperature)

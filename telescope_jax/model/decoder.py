@@ -121,8 +121,11 @@ class Decoder:
     def empty_cache(self, slots: int, context: int) -> KvCache:
         """Zeros for `slots` sequences of at most `context` tokens."""
         config = self.config
-        shape = (config.layers, slots, context, config.kv_heads, config.head_dim)
-        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+        shape = (slots, config.kv_heads, context, config.head_dim)
+        return tuple(
+            (jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+            for _ in range(config.layers)
+        )
 
     def prefill(
         self, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
@@ -134,20 +137,19 @@ class Decoder:
           lengths: real tokens of each row, ≥ 1; of a row of length 0 nothing has a meaning.
 
         Returns:
-          Logits after the last real token, and keys and values [layers B T kv_heads head_dim],
-          whose entries beyond the length mean nothing.
+          Logits after the last real token, and a cache of B slots and T positions, whose entries
+          beyond the length mean nothing.
         """
         stack = self._bind(params)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        x, keys, values = stack.lookup(tokens), [], []
+        x, cache = stack.lookup(tokens), []
         for layer in stack.layers:
             x, k, v = layer.packed(x, segments, positions)
-            keys.append(k)
-            values.append(v)
+            cache.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         x = stack.final_norm(jnp.take_along_axis(x, last, axis=1)[:, 0])
-        return self.logits(params, x), (jnp.stack(keys), jnp.stack(values))
+        return self.logits(params, x), tuple(cache)
 
     def decode(
         self,
@@ -166,10 +168,11 @@ class Decoder:
           Logits of the next token, and the cache.
         """
         stack = self._bind(params)
-        x = stack.lookup(tokens)
-        for index, layer in enumerate(stack.layers):
-            x, cache = layer.cached(x, positions, cache, index)
-        return self.logits(params, stack.final_norm(x)), cache
+        x, written = stack.lookup(tokens), []
+        for layer, kept in zip(stack.layers, cache, strict=True):
+            x, kept = layer.cached(x, positions, kept)
+            written.append(kept)
+        return self.logits(params, stack.final_norm(x)), tuple(written)
 
     def _bind(self, params: Params) -> Stack:
         layers = {int(index): layer for index, layer in params["layers"].items()}

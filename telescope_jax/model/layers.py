@@ -22,11 +22,15 @@ from telescope_jax.config import PolicyConfig
 from telescope_jax.model.rope import rotate
 from telescope_jax.sharding import ROWS, constrain
 
-KvCache = tuple[
-    Float[Array, "layers slots context kv_heads head_dim"],
-    Float[Array, "layers slots context kv_heads head_dim"],
+LayerCache = tuple[
+    Float[Array, "slots kv_heads context head_dim"],
+    Float[Array, "slots kv_heads context head_dim"],
 ]
-"""Rotated keys, and values, in the compute dtype."""
+"""Rotated keys, and values, of one layer in the compute dtype. Heads come before positions: a step
+then reads each head's rows as they lie, where XLA CPU would transpose the whole cache first."""
+
+KvCache = tuple[LayerCache, ...]
+"""One a layer, and not one array: a layer taken out of an array is a copy of it at every step."""
 
 _INITIAL_STD = 0.02
 """Of every matrix: `initializer_range` of the published Llama, Qwen2 and Qwen3 models. Larger ones
@@ -111,23 +115,20 @@ class Attention(nnx.Module):
         return self.o(mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)), k, v
 
     def cached(
-        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: KvCache, layer: int
-    ) -> tuple[Float[Array, "S D"], KvCache]:
+        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: LayerCache
+    ) -> tuple[Float[Array, "S D"], LayerCache]:
         """One token a slot: writes its key and value at `positions`, attends to those ≤ it."""
         q, k, v = self.project(x, positions)
-        slots, (all_keys, all_values) = jnp.arange(x.shape[0]), cache
-        # One scatter into the whole cache: XLA does it in place, where a stack of updated layers
-        # would copy the cache at every step (twice the time of a step on CPU).
-        all_keys = all_keys.at[layer, slots, positions].set(k.astype(all_keys.dtype))
-        all_values = all_values.at[layer, slots, positions].set(v.astype(all_values.dtype))
-        keys, values = all_keys[layer], all_values[layer]
+        slots, (keys, values) = jnp.arange(x.shape[0]), cache
+        keys = keys.at[slots, :, positions].set(k.astype(keys.dtype))
+        values = values.at[slots, :, positions].set(v.astype(values.dtype))
         grouped = q.reshape(x.shape[0], self.kv_heads, -1, self.head_dim)
-        scores = jnp.einsum("sgrk,scgk->sgrc", grouped, keys, preferred_element_type=jnp.float32)
-        seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
+        scores = jnp.einsum("sgrk,sgck->sgrc", grouped, keys, preferred_element_type=jnp.float32)
+        seen = jnp.arange(keys.shape[2])[None, :] <= positions[:, None]
         scores = jnp.where(seen[:, None, None, :], scores * self.head_dim**-0.5, _MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("sgrc,scgk->sgrk", weights, values)
-        return self.o(mixed.reshape(x.shape[0], -1)), (all_keys, all_values)
+        mixed = jnp.einsum("sgrc,sgck->sgrk", weights, values)
+        return self.o(mixed.reshape(x.shape[0], -1)), (keys, values)
 
 
 class Mlp(nnx.Module):
@@ -162,9 +163,9 @@ class Block(nnx.Module):
         return self.constrain(x + self.mlp(self.mlp_norm(x)), "residual"), k, v
 
     def cached(
-        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: KvCache, layer: int
-    ) -> tuple[Float[Array, "S D"], KvCache]:
-        mixed, cache = self.attention.cached(self.attention_norm(x), positions, cache, layer)
+        self, x: Float[Array, "S D"], positions: Int[Array, " S"], cache: LayerCache
+    ) -> tuple[Float[Array, "S D"], LayerCache]:
+        mixed, cache = self.attention.cached(self.attention_norm(x), positions, cache)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
 

@@ -59,19 +59,53 @@ def test_greedy_takes_the_likeliest_token():
         whole.append(int(token))
 
 
-def test_samples_follow_the_distribution_that_is_reported():
-    """Pearson's chi-square over 20,000 draws; its 99.99th percentile at 7 degrees is 29.9."""
-    logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
+@pytest.mark.parametrize("vocabulary", [8, 600], ids=["one block", "three blocks"])
+def test_samples_follow_the_distribution_that_is_reported(vocabulary: int):
+    """Pearson's chi-square over 20,000 draws of eight tokens; its 99.99th percentile at 7 degrees
+    of freedom is 29.9."""
+    likely = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
+    places = np.linspace(0, vocabulary - 1, 8).astype(int)
+    logits = np.full(vocabulary, -40.0, np.float32)
+    logits[places] = likely
     temperature, draws = 0.7, 20_000
-    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (draws, 8))
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (draws, vocabulary))
     seeds = jnp.stack([jnp.zeros(draws, jnp.uint32), jnp.arange(draws, dtype=jnp.uint32)], axis=1)
     position = jnp.full(draws, 3, jnp.int32)
     tokens, scores = sample(rows, seeds, position, jnp.full(draws, temperature))
     exact = np.exp(logits.astype(np.float64) / temperature)
     exact /= exact.sum()
-    counts = np.bincount(np.asarray(tokens), minlength=8)
-    assert ((counts - draws * exact) ** 2 / (draws * exact)).sum() < 29.9
+    counts = np.bincount(np.asarray(tokens), minlength=vocabulary)[places]
+    assert counts.sum() == draws  # none of a probability of e^-55
+    assert ((counts - draws * exact[places]) ** 2 / (draws * exact[places])).sum() < 29.9
     np.testing.assert_allclose(scores, np.log(exact)[np.asarray(tokens)], atol=1e-5)
+
+
+def test_blocks_share_their_probability_evenly_among_equal_tokens():
+    """Flat logits over three blocks, the last one short: a block is as likely as it has tokens."""
+    draws, vocabulary = 20_000, 600
+    seeds = jnp.stack([jnp.zeros(draws, jnp.uint32), jnp.arange(draws, dtype=jnp.uint32)], axis=1)
+    tokens, _ = sample(
+        jnp.zeros((draws, vocabulary)), seeds, jnp.zeros(draws, jnp.int32), jnp.ones(draws)
+    )
+    counts = np.bincount(np.asarray(tokens), minlength=vocabulary)
+    blocks = np.array([counts[:256].sum(), counts[256:512].sum(), counts[512:].sum()])
+    exact = draws * np.array([256, 256, 88]) / vocabulary
+    assert ((blocks - exact) ** 2 / exact).sum() < 18.4  # 99.99th percentile at 2 degrees
+    # Mean and deviation of the statistic at 599 degrees of freedom: 599 and 34.6.
+    expected = draws / vocabulary
+    assert abs(((counts - expected) ** 2 / expected).sum() - 599) < 4 * 34.6
+
+
+def test_temperature_0_takes_the_first_of_the_likeliest_tokens_of_all_blocks():
+    logits = np.random.default_rng(0).normal(size=(64, 600)).astype(np.float32)
+    logits[:3, [5, 300, 599]] = 9.0
+    seeds = jnp.zeros((64, 2), jnp.uint32)
+    tokens, scores = sample(
+        jnp.asarray(logits), seeds, jnp.arange(64, dtype=jnp.int32), jnp.zeros(64)
+    )
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    exact = logits.max(axis=1) - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
+    np.testing.assert_allclose(scores, exact, atol=1e-5)
 
 
 # Determinism
