@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope_jax import config_tree, plots
-from telescope_jax.allocator import few_arenas
+from telescope_jax.allocator import few_arenas, give_back
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
 from telescope_jax.config import CheckpointConfig, Config
@@ -334,6 +334,7 @@ class RunCheckpoints:
     async def _finish_previous(self) -> None:
         try:
             await _in_thread(self._checkpoints.wait)
+            await _in_thread(give_back)  # the copies that were written
             self._in_a_row = 0
         except Exception as error:
             self._failed(error)

@@ -27,7 +27,7 @@ EVALUATE = (
 )
 OTHERS = ("number_sorting", "jugs", "game_of_life", "boxnet")  # JSON, or none of these
 NAMES = EVALUATE + OTHERS
-EXAMPLES, TEXTS = 100, 20
+EXAMPLES, TEXTS = 8, 25
 
 ATTACKS = [
     "open('FILE', 'w').write('x') or []",
@@ -66,9 +66,7 @@ FRAGMENTS += [
     "1e9",
 ]
 texts = st.one_of(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
-    st.sampled_from(ATTACKS),
-    st.text(max_size=20),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join), st.text(max_size=20)
 )
 
 
@@ -155,22 +153,20 @@ def test_a_text_that_never_ends_is_a_wrong_answer(world: World, name: str) -> No
 
 
 @pytest.mark.deadline(600)
-def test_thousands_of_drawn_texts_neither_hang_nor_crash_nor_touch_anything(world: World) -> None:
-    count: Counter[str] = Counter()
+@pytest.mark.parametrize("name", NAMES)
+def test_drawn_texts_neither_hang_nor_crash_nor_touch_anything(world: World, name: str) -> None:
+    count = Counter[str]()
 
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
     )
-    @given(st.sampled_from(NAMES), st.lists(texts, min_size=TEXTS, max_size=TEXTS))
-    def score(name: str, answers: list[str]) -> None:
+    @given(st.lists(texts, min_size=TEXTS, max_size=TEXTS))
+    def score(answers: list[str]) -> None:
         verdicts = world.scores(name, [world.armed(answer) for answer in answers])
         assert len(verdicts) == TEXTS and all(0 <= v["total"] <= 1 for v in verdicts)
-        count[name] += TEXTS
-        count["raised"] += sum("scorer_raised" in verdict["tags"] for verdict in verdicts)
+        count["texts"] += TEXTS
 
     score()
-    assert untouched(world)
-    assert sum(count[name] for name in NAMES) >= EXAMPLES * TEXTS
-    assert sum(count[name] > 0 for name in EVALUATE) >= 7, count
+    assert untouched(world) and count["texts"] >= EXAMPLES * TEXTS
