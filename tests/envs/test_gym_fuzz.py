@@ -27,7 +27,7 @@ EVALUATE = (
 )
 OTHERS = ("number_sorting", "jugs", "game_of_life", "boxnet")  # JSON, or none of these
 NAMES = EVALUATE + OTHERS
-EXAMPLES, TEXTS = 8, 25
+EXAMPLES, TEXTS = 6, 25
 
 ATTACKS = [
     "open('FILE', 'w').write('x') or []",
@@ -54,7 +54,7 @@ ATTACKS = [
     '{"a": ' * 500,
 ]
 STUCK = ["[0 for _ in iter(int, 1)]", "9**9**9**9", "__import__('time').sleep(3600)"]
-FRAGMENTS = [*"0123456789+-*/()[]{},.:'\"= \n", "x", "C", "sin(", "sqrt(", "**", "None", "[[", "]]"]
+FRAGMENTS = [*"0123456789+-*/()[]{},.:'\"= \n", "x", "C", "sin(", "sqrt(", "None", "[[", "]]"]
 FRAGMENTS += [
     "__import__('os')",
     ".__class__",

@@ -201,6 +201,17 @@ def test_weights_only_can_be_exported_and_not_gone_on_from(tmp_path: Path) -> No
     checkpoints.close()
 
 
+def test_a_damaged_checkpoint_takes_no_whole_ones_place(tmp_path: Path) -> None:
+    make(tmp_path, 2, 4).close()
+    truncate(tmp_path / "step_000004")
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    restored = checkpoints.restore(describe(state(0)))
+    assert restored is not None and restored.step == 2
+    checkpoints.save(state(3))
+    checkpoints.close()
+    assert checkpoints.steps() == [2, 3, 4], "two whole ones, and what a person may look into"
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_config_decides_whether_more_than_weights_is_kept(tmp_path: Path, whole: bool) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
