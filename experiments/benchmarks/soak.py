@@ -51,7 +51,7 @@ from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.archive import unpack_groups
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
-from telescope_jax.run import RunCheckpoints
+from telescope_jax.run_checkpoints import RunCheckpoints
 from telescope_jax.sharding import make_mesh
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import (

@@ -18,7 +18,7 @@ from telescope_jax.interfaces import Checkpoint
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.fingerprint import differences, fingerprints
 from telescope_jax.learner.learner import describe
-from telescope_jax.run import RunCheckpoints
+from telescope_jax.run_checkpoints import RunCheckpoints
 
 
 def state(step: int) -> dict[str, Any]:

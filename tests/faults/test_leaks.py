@@ -20,7 +20,7 @@ from telescope_jax.config import CheckpointConfig
 from telescope_jax.interfaces import Checkpoint
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.learner import describe
-from telescope_jax.run import RunCheckpoints
+from telescope_jax.run_checkpoints import RunCheckpoints
 from telescope_jax.tensorstore_json import free_what_tensorstore_keeps
 
 ROOT = Path(__file__).resolve().parents[2]

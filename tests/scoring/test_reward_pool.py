@@ -89,7 +89,7 @@ def test_a_call_that_never_ends_is_killed_on_its_deadline_and_the_worker_goes_on
 
 
 def test_memory_is_bounded_and_the_next_call_has_it_again():
-    """Issue: a reward that eats memory."""
+    """A reward that eats memory reaches its limit; its worker serves the next one."""
 
     async def story(pool):
         with pytest.raises(AnswerLimit, match="memory"):
@@ -316,7 +316,7 @@ def test_a_worker_that_cannot_start_says_why():
 
 
 def test_a_limit_hit_twice_is_a_wrong_answer_with_a_tag(tmp_path):
-    """DESIGN 3.7: twice, in fresh processes; anything else stays an infrastructure failure."""
+    """Twice, in fresh processes; anything else stays an infrastructure failure."""
 
     async def story(pool):
         counted = tmp_path / "count"
