@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from telescope_jax.allocator import give_back
 from telescope_jax.config import CheckpointConfig
 from telescope_jax.hosts.leader import SharedCheckpoints
 from telescope_jax.interfaces import Checkpoint
@@ -59,6 +60,7 @@ class RunCheckpoints:
     async def _finish_previous(self) -> None:
         try:
             await _in_thread(self._checkpoints.wait)
+            await _in_thread(give_back)  # the copies that were written
             self._in_a_row = 0
         except Exception as error:
             self._failed(error)

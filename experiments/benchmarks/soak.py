@@ -31,7 +31,7 @@ import jax
 import numpy as np
 import psutil
 
-from telescope_jax.allocator import few_arenas
+from telescope_jax.allocator import few_arenas, give_back
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts
 from telescope_jax.chat import CharTokenizer
@@ -278,6 +278,7 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
                 while (left := 60 * minutes - awake.seconds) > 0:
                     await parts.live(guard, min(left, rng.uniform(10, 50)), kill=rng.random() < 0.5)
                     gc.collect()  # a process that ends leaves no cycles to the next
+                    give_back()  # as every save does; what is free would be noise of 2 %
                     sample = {
                         "minute": round(awake.seconds / 60, 1),
                         "steps": parts.steps,
