@@ -12,6 +12,9 @@
 #   TELESCOPE_ACCELERATOR    cpu, gpu or tpu (default: gpu where an NVIDIA driver is found, else cpu)
 set -euo pipefail
 
+# What a run names as the command that takes it up again.
+TELESCOPE_COMMAND="$(printf '%q' "$0")"
+export TELESCOPE_COMMAND
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
 cd -- "$root"
 venv="$root/.venv"
@@ -219,6 +222,12 @@ main() {
     shift
     test_newest_jax "$@"
   fi
+  case "${1:-}" in
+    "" | -*) ;;
+    *.py | *.py:*) die "'$1' is no command; did you mean --config=$1?" ;;
+    *) die "'$1' is no command; there are test, smollm2 and test-newest-jax, or flags such as" \
+      "--config=experiments/math.py:tiny (./run.sh --help)" ;;
+  esac
   local flag purpose=run config="--config=experiments/math.py"
   for flag in "$@"; do
     case "$flag" in

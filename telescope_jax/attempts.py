@@ -1,6 +1,6 @@
 """The live group attempts: in flight, held, batched, and the rules that move them.
 
-Synchronous and free of asyncio, so each rule of DESIGN section 3 is a method that a test calls:
+Synchronous and free of asyncio, so each rule of the async contract is a method that a test calls:
 admission, the age bound, retries in front of the queue, oldest first into a batch, and the books.
 Every move is entered in the ledger, and every drop is an event with its reason.
 
@@ -152,7 +152,10 @@ class Attempts:
         self._end(attempt, reason, detail)
 
     def drop_stale(self) -> None:
-        """Drops all that could only join a batch in which it is too old (DESIGN rule 3.4)."""
+        """Drops all that could only join a batch in which it is too old.
+
+        Its age is known already: the next batch that it can join is `inference_step`.
+        """
         batch = self.inference_step
         if not self._bound.is_stale(oldest_version=self._oldest, batch=batch):
             return  # asked for every group that finishes, and nearly always so

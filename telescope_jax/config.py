@@ -270,7 +270,7 @@ class WarmStartConfig:
     """Supervised steps on the environment's own solutions before RL, at most; 0 = off."""
     until_probability: float = 0.0
     """End early, once further training solutions have this mean probability, the accuracy of
-    sampling; tested every 5 steps on 512 of them; 0 = never. A number of steps is no ability:
+    sampling; tested every 2 steps on 256 of them; 0 = never. A number of steps is no ability:
     seeds and packings learn at different times."""
     batch_size: int = 64
     """Solutions a step."""

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 Rule = tuple[bool, str]
 
 RATIO_OBJECTIVES = ("ppo", "cispo", "gspo", "sapo")
-"""Objectives with a ratio u of their own; beside TIS they need π_old (DESIGN section 6)."""
+"""Objectives with a ratio u of their own; beside TIS they need π_old, since both ratios
+against μ would count the step from μ to π twice."""
 
 
 def rules(config: "Config") -> list[Rule]:

@@ -237,6 +237,15 @@ def overrides(config: Any) -> list[str]:
     ]
 
 
+def changes(config: Any) -> list[str]:
+    """What differs from the defaults, as `a.b=value`."""
+    return [
+        f"{path}={format_value(value, field.hint)}"
+        for path, field in leaves(type(config)).items()
+        if (value := get_value(config, path)) != field.default
+    ]
+
+
 def to_json(config: Any) -> str:
     """The tree as strict JSON; an infinite number is the string "inf" or "-inf"."""
     return json.dumps(_plain(config), indent=2, allow_nan=False) + "\n"

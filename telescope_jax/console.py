@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 
 from telescope_jax import metrics
+from telescope_jax.spans import TRAINERS
 
 ENDS = 10
 """Steps averaged at each end of a run for a before and an after."""
@@ -47,29 +48,20 @@ class Console:
     Args:
       stream: standard output by default, looked up when called.
       terminal: whether to redraw; None asks the stream.
-      first_step: where a resumed run goes on.
     """
 
     def __init__(
         self,
         number_of_steps: int,
         *,
-        first_step: int = 0,
         stream: TextIO | None = None,
         terminal: bool | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
         self._rich = _Screen(file=self._stream, force_terminal=terminal, highlight=False)
-        self._total, self._first = number_of_steps, first_step
+        self._total = number_of_steps
         self._progress: Progress | None = None
         self._task = TaskID(0)
-
-    def start(self, *, config: str, mesh: str, parameters: str, memory: str = "") -> None:
-        """The banner: what this run is, before its first step."""
-        shown = {"config": config, "mesh": mesh, "parameters": parameters}
-        shown |= {"memory": memory} if memory else {}
-        for title, text in shown.items():
-            self.say(f"{title}\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     def say(self, text: str) -> None:
         """Shows a text, above the live line where there is one."""
@@ -91,7 +83,7 @@ class Console:
             self.say(step_line(step, values))
             return
         if self._progress is None:
-            self._progress = self._open()
+            self._progress = self._open(step)
         self._progress.update(
             self._task, completed=step + 1, line=" | ".join(parts(values, live=True))
         )
@@ -102,7 +94,7 @@ class Console:
             self._progress.stop()
             self._progress = None
 
-    def _open(self) -> Progress:
+    def _open(self, step: int) -> Progress:
         progress = Progress(
             TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=24 if self._rich.width >= 100 else 12),
@@ -112,7 +104,7 @@ class Console:
             console=self._rich,
             refresh_per_second=2,
         )
-        self._task = progress.add_task("", total=self._total, completed=self._first, line="")
+        self._task = progress.add_task("", total=self._total, completed=step, line="")
         progress.start()
         return progress
 
@@ -120,7 +112,7 @@ class Console:
 def step_line(step: int, values: Mapping[str, Any]) -> str:
     """`step 12 | reward 0.41 | stale 1.2/4 | kl 3e-4 | trunc 0.7% | 8.1k tok/s | wait 0.4 s`.
 
-    `stale` is the mean and the greatest age of the batch's tokens.
+    `reward` is the batch's mean; `stale` the mean and the greatest age of its tokens.
     """
     return " | ".join([f"step {step}", *parts(values)])
 
@@ -134,7 +126,7 @@ def parts(values: Mapping[str, Any], *, live: bool = False) -> list[str]:
             shown.append(form.format(*(values[name] for name in names)))
 
     values = {name: _Number(value) for name, value in values.items()}
-    show("reward {:.2f}", "rollout/reward")
+    show("reward {:.2f}", "rollout/reward_trained")
     show("stale {:.1f}/{:.0f}", "staleness/mean", "staleness/max")
     if not live:
         show("kl {:short}", "train/kl")
@@ -176,20 +168,19 @@ def si(value: float) -> str:
     return f"{value:.0f}"
 
 
-def eval_line(step: int, values: Mapping[str, Any]) -> str:
+def eval_line(version: int, values: Mapping[str, Any]) -> str:
     """`eval of version 30 | sums 0.62 greedy, 0.45 sampled`, or nothing."""
-    pieces, version = [], step
+    pieces = []
     for name in _evals([values]):
         greedy = values.get(f"eval/{name}/accuracy")
         sampled = values.get(f"eval/{name}/sampled_accuracy")
-        version = values.get(f"eval/{name}/version", version)
         scores = [
             f"{_Number(score):.2f} {kind}"
             for score, kind in ((greedy, "greedy"), (sampled, "sampled"))
             if score is not None
         ]
         pieces.append(f"{name} {', '.join(scores)}")
-    return " | ".join([f"eval of version {version:.0f}", *pieces]) if pieces else ""
+    return " | ".join([f"eval of version {version}", *pieces]) if pieces else ""
 
 
 def _evals(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -218,22 +209,38 @@ def summary(lines: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> str
     if rewards:
         ends = min(ENDS, len(rewards))
         first, last = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends
-        rows.append(("reward", f"{first:.3f} → {last:.3f}  first and last {ends} steps"))
+        rows.append(
+            (
+                "reward",
+                f"{first:.3f} → {last:.3f}  all finished groups, first and last {ends} steps",
+            )
+        )
     _, ages = metrics.series(lines, "staleness/mean")
     _, oldest = metrics.series(lines, "staleness/max")
     if ages and oldest:
         rows.append(("staleness", f"mean {sum(ages) / len(ages):.2f}, max {max(oldest):.0f} steps"))
-    rows += [row for row in (_speed(lines), _times(lines), _ledger(lines), _trouble(lines)) if row]
+    seconds = wall_clock(lines)
+    facts = _speed(lines), _time(lines, seconds), _meanwhile(lines), _ledger(lines), _trouble(lines)
+    rows += [row for row in facts if row]
     rows += [(what, path) for what, path in files.items()]
     width = max((len(label) for label, _ in rows), default=0)
     steps = len(metrics.series(lines, "train/loss")[0])
-    seconds = _total(lines, "time/step")
     head = f"{steps} steps" + (f" in {clock(seconds)}" if seconds else "")
     return "\n".join([head, *(f"  {label:{width}}  {text}" for label, text in rows)])
 
 
+def wall_clock(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of all starts of the run together, each from its beginning to its last line."""
+    total = latest = 0.0
+    for line in lines:
+        if "metrics/restarts" in line:  # the first line of a resumption
+            total, latest = total + latest, 0.0
+        latest = max(latest, line.get("time/elapsed") or 0.0)
+    return total + latest
+
+
 def _total(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(metrics.series(lines, name)[1])
+    return sum(line.get(name) or 0.0 for line in lines)
 
 
 def _speed(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -241,11 +248,20 @@ def _speed(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     return ("sampling", f"{si(sum(rates) / len(rates))} tokens/s") if rates else None
 
 
-def _times(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    names = ("update", "wait_for_batch", "publish", "deploy", "eval", "checkpoint", "warm_start")
-    totals = {name: _total(lines, f"time/{name}") for name in names}
-    shown = [f"{name.replace('_', ' ')} {clock(t)}" for name, t in totals.items() if t]
-    return ("time", ", ".join(shown)) if shown else None
+def _time(lines: Sequence[Mapping[str, Any]], seconds: float) -> tuple[str, str] | None:
+    """The wall clock, split by what the trainer did; the rest is what nobody measured."""
+    names = ("start_up", *TRAINERS, "end")
+    split = {name.replace("_", " "): _total(lines, f"time/{name}") for name in names}
+    split["other"] = seconds - sum(split.values())
+    shown = [f"{what} {clock(span)}" for what, span in split.items() if span >= 0.05]
+    return ("time", " + ".join(shown)) if seconds else None
+
+
+def _meanwhile(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """What went on beside the trainer, in no way a part of the wall clock's split."""
+    spans = {name: _total(lines, f"time/{name}") for name in ("eval", "deploy")}
+    shown = [f"{name} {clock(span)}" for name, span in spans.items() if span]
+    return ("meanwhile", ", ".join(shown)) if shown else None
 
 
 def _ledger(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:

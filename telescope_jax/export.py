@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from telescope_jax import config_tree
+from telescope_jax import config_tree, extras
 from telescope_jax.chat import CharTokenizer
 from telescope_jax.config import Config
 from telescope_jax.learner.checkpoint import Checkpoints
@@ -58,9 +58,12 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
     """Writes the folder; returns a line that says what it holds.
 
     Raises:
-      ExportError: there is no run, no checkpoint, something at `to`, or a value beyond `dtype`.
+      ExportError: there is no run, no checkpoint, something at `to`, a value beyond `dtype`, or no
+        safetensors.
       CheckpointError: what the run started from is not to be found.
     """
+    if absent := extras.missing("an export", "safetensors"):
+        raise ExportError(absent)
     if to.exists():
         raise ExportError(f"{to} exists already; choose another --to")
     try:

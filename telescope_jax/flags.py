@@ -165,8 +165,10 @@ def _split(argv: Sequence[str], types: Mapping[str, Any]) -> tuple[list[_Given],
     while rest:
         arg = rest.pop(0)
         if not re.match(r"--?[A-Za-z_]", arg):
-            hint = f"; did you mean --{arg}?" if "=" in arg else ""
-            problems.append(f"{arg!r} is not a flag{hint}")
+            meant = f"--{arg}" if "=" in arg else f"--config={arg}" if ".py" in arg else ""
+            problems.append(
+                f"{arg!r} is not a flag" + (f"; did you mean {meant}?" if meant else "")
+            )
             continue
         name, equals, text = arg.lstrip("-").partition("=")
         positive = name.removeprefix("no")
@@ -253,9 +255,11 @@ _PARSERS: dict[Any, absl_flags.ArgumentParser] = {
 
 
 def _siblings(path: Path) -> str:
-    names = [p.as_posix() for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    names += [p.as_posix() for p in Path("experiments").glob("*.py")]
-    return config_tree.suggestion(path.as_posix(), dict.fromkeys(names))
+    """The studies whose name is like this one's, here or in experiments/."""
+    found = [p for folder in (path.parent, Path("experiments")) for p in folder.glob("*.py")]
+    near = config_tree.nearest(path.stem, {p.stem for p in found})
+    names = dict.fromkeys(p.as_posix() for stem in near for p in found if p.stem == stem)
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def _explain(error: BaseException, path: Path, root: type) -> str:

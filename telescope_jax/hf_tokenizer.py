@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from telescope_jax import extras
+
 _log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
@@ -124,12 +126,10 @@ def _load(folder: Path) -> Any:
         raise TokenizerError(
             f"{folder} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there"
         )
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    except ModuleNotFoundError:
-        raise TokenizerError(
-            "a checkpoint's tokenizer needs the extra hf: pip install -e '.[hf]'"
-        ) from None
+    if absent := extras.missing("a checkpoint's tokenizer", "transformers"):
+        raise TokenizerError(absent)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     # tokenizer.json says everything; AutoTokenizer would import the model's own module as well, and
     # with it torch and torchvision.
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The lowest version that a new request may meet (DESIGN: served_version)."""
+        """The lowest version that a new request may meet: `served_version` in staleness.py."""
         ...
 
     async def sample(self, tokens: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -209,3 +209,9 @@ ScoreGroup = Callable[[Sequence[Rollout]], Sequence[float]]
 """Optional `Environment.score_group(rollouts_G) -> rewards_G`: rewards that compare rollouts."""
 
 Groups = Sequence[Group]
+
+OnBatch = Callable[[int, Sequence[Group]], None]
+"""Called with (step, groups) before a batch is trained; see rollouts/table.py."""
+
+Gauge = Callable[[], Mapping[str, float]]
+"""Metrics of a part that the orchestrator does not know, asked for once a step."""

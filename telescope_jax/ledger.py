@@ -72,7 +72,7 @@ class Ledger:
 
     @property
     def admitted(self) -> int:
-        """Attempts trained, batched, held and in flight (DESIGN rule 3.1)."""
+        """Attempts trained, batched, held and in flight: what admission limits."""
         return self.trained + len(self._places)
 
     def place(self, attempt: Attempt) -> Place | None:

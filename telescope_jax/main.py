@@ -1,6 +1,7 @@
 """`python -m telescope_jax.main --config=experiments/math.py`: flags, then the run."""
 
 import sys
+import time
 
 from telescope_jax import flags
 from telescope_jax.signals import exit_with
@@ -18,7 +19,9 @@ OWN_FLAGS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs, or resumes, what the command line says; returns the exit code."""
-    arguments = flags.parse(sys.argv if argv is None else argv, OWN_FLAGS)
+    began = time.monotonic()
+    argv = sys.argv if argv is None else argv
+    arguments = flags.parse(argv, OWN_FLAGS)
     role, extra = arguments.extra["role"], arguments.extra
     if role == "inference":
         from telescope_jax.serve import serve
@@ -27,14 +30,20 @@ def main(argv: list[str] | None = None) -> int:
     if role != "trainer":
         flags.refuse(f"--role={role} is neither trainer nor inference")
     # After the flags: a wrong one must not cost the import of jax, nor touch a device.
-    from telescope_jax.hosts.runtime import HostsError, join, place
-    from telescope_jax.run import run
+    try:
+        from telescope_jax.hosts.runtime import HostsError, join, place
+        from telescope_jax.run import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("telescope_jax"):
+            raise
+        flags.refuse(f"{error.name} is not installed; ./run.sh installs it, or: pip install -e .")
 
     try:
         peers = join(place(extra))
     except HostsError as error:
         flags.refuse(str(error))
-    return run(arguments.config, arguments.config_file, arguments.workdir, peers)
+    config, file, workdir = arguments.config, arguments.config_file, arguments.workdir
+    return run(config, file, workdir, peers, typed=argv[1:], began=began)
 
 
 if __name__ == "__main__":

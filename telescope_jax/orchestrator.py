@@ -17,19 +17,22 @@ the engines change weights, and its prompt goes to the front of the queue.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from telescope_jax.assembly import AssemblySettings, TrainingBatch, assemble
 from telescope_jax.attempts import Attempts, Events, Held, InFlight
 from telescope_jax.changed import Changed
+from telescope_jax.due_evals import DueEvals, EvalSchedule, Version
 from telescope_jax.interfaces import (
     Checkpoint,
     Checkpointer,
     Engine,
     Environment,
     Evaluator,
+    Gauge,
     MetricSink,
+    OnBatch,
     Trainer,
     WeightStore,
 )
@@ -37,17 +40,11 @@ from telescope_jax.ledger import Attempt, DropReason
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.episode import EpisodeFactory
 from telescope_jax.rollouts.group import GroupFailed, play_group
-from telescope_jax.types import Group, LossStats, Params, Prompt
+from telescope_jax.spans import Spans
+from telescope_jax.types import LossStats, Params, Prompt
 from telescope_jax.watchdog import Doing, Watched, watch
 
 log = logging.getLogger(__name__)
-
-
-OnBatch = Callable[[int, Sequence[Group]], None]
-"""Called with (step, groups) before a batch is trained; see rollouts/table.py."""
-
-Gauge = Callable[[], Mapping[str, float]]
-"""Metrics of a part that the orchestrator does not know, asked for once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +100,16 @@ class Orchestrator:
         checkpointer: Checkpointer | None = None,
         on_batch: OnBatch | None = None,
         evaluated: frozenset[int] = frozenset(),
-        pending_evals: Sequence[tuple[int, Params]] = (),
+        pending_evals: Sequence[Version] = (),
         gauges: Sequence[Gauge] = (),
+        began: float | None = None,
     ) -> None:
+        """
+        Args:
+          evaluated: versions whose evals an earlier start of this run has done.
+          pending_evals: versions whose evals were due when it was cut, with their parameters.
+          began: when the run did, by the loop's clock; None is the call of `run`.
+        """
         self._schedule = schedule
         self._attempts = attempts
         self._assembly = assembly
@@ -120,17 +124,18 @@ class Orchestrator:
         self._events = events
         self._checkpointer = checkpointer
         self._on_batch = on_batch
-        self._on_record = evaluated  # versions whose evals an earlier start of this run has done
         self._gauges = gauges
 
         self.trainer_step = trainer.step
-        self._newest: tuple[int, Params] = (trainer.step, trainer.params)
+        self._newest: Version = (trainer.step, trainer.params)
         self._batches: deque[Assembled] = deque()
-        self._evals = deque(eval for eval in pending_evals if eval[0] not in evaluated)
+        when = EvalSchedule(schedule.number_of_steps, schedule.eval_every, schedule.eval_at_start)
+        self._evals = DueEvals(when if evaluator else None, evaluated, pending_evals)
         self._evaluated = trainer.step  # what an eval engine holds, and may have to load again
-        self._steps_here = self._evals_here = 0  # since this process started
+        self._steps_here = 0  # since this process started
         self._doing = Doing()
-        self._times: dict[str, float] = {}
+        self._spans: Spans
+        self._began = began
         self._changed = Changed()
         self._stopping: str | None = None
 
@@ -147,11 +152,11 @@ class Orchestrator:
         Raises:
           The error of whichever part failed, as that part raised it.
         """
-        missing = self.trainer_step not in self._on_record | {version for version, _ in self._evals}
-        if self._eval_is_due() and missing:
-            self._evals.append(self._newest)
+        self._evals.offer(*self._newest)
+        self._spans = Spans(self._now, self._now() if self._began is None else self._began)
         await self._load(*self._first_deploy())
         self._assemble()
+        self._sink.log(self.trainer_step, self._spans.rest("start_up"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -174,6 +179,7 @@ class Orchestrator:
         for attempt in list(self._attempts.in_flight):
             self._attempts.cancel(attempt, DropReason.SHUTDOWN)
         self._attempts.ledger.check()
+        self._sink.log(self.trainer_step, self._spans.rest("end"))
 
     def stop(self, reason: str) -> None:
         """Ends the run after the update that is running, with a checkpoint."""
@@ -232,26 +238,22 @@ class Orchestrator:
 
     async def _learn(self) -> None:
         while self.trainer_step < self._schedule.number_of_steps:
-            started = self._now()
-            await self._changed.until(self._can_learn)
+            with self._spans("wait_for_batch"):
+                await self._changed.until(self._can_learn)
             if self._stopping:
                 return
-            waited = self._now() - started
             assembled = self._batches[0]
             if self._on_batch:
                 self._on_batch(self.trainer_step, [m.group for m in assembled.members])
-            with self._doing("trainer", f"update of step {self.trainer_step}"):
+            doing = self._doing("trainer", f"update of step {self.trainer_step}")
+            with doing, self._spans("update"):
                 stats = await self._trainer.update(assembled.batch.minibatches)
             self._batches.popleft()
             self._attempts.train(assembled.members)
             self._steps_here += 1
             step, self.trainer_step = self.trainer_step, self.trainer_step + 1
             self._newest = (self.trainer_step, self._trainer.params)
-            if self._eval_is_due():
-                self._evals.append(self._newest)
-            self._times["wait_for_batch"] = waited
-            self._times["step"] = self._now() - started
-            self._times["update"] = self._times["step"] - waited
+            self._evals.offer(*self._newest)
             self._log_step(step, assembled.batch, stats)
             self._attempts.ledger.check()
             self._changed.notify()
@@ -263,19 +265,10 @@ class Orchestrator:
         # Each waiting eval keeps a version in memory: training waits rather than pile them up.
         return self._stopping is not None or (bool(self._batches) and len(self._evals) <= 2)
 
-    def _eval_is_due(self) -> bool:
-        schedule, step = self._schedule, self.trainer_step
-        if self._evaluator is None:
-            return False
-        if step == 0:
-            return schedule.eval_at_start
-        at_end = step == schedule.number_of_steps
-        return at_end or (schedule.eval_every > 0 and step % schedule.eval_every == 0)
-
     def _log_step(self, step: int, batch: TrainingBatch, stats: LossStats) -> None:
         values = {f"train/{name}": float(value) for name, value in stats._asdict().items()}
         values |= batch.metrics | self._attempts.report() | self._attempts.ledger.metrics()
-        values |= {f"time/{name}": value for name, value in self._times.items()}
+        values |= self._spans.step()
         values |= {f"engine/{name}": value for name, value in self._engine.metrics().items()}
         values["engine/version"] = float(self.served_version)
         for gauge in self._gauges:
@@ -291,26 +284,24 @@ class Orchestrator:
             if target is not None:
                 await self._load(*target)
 
-    def _first_deploy(self) -> tuple[int, Params]:
+    def _first_deploy(self) -> Version:
         """The newest version, unless an eval on this engine still needs an older one."""
         shares_engine = self._evaluator is not None and self._evaluator.shares_engine
-        return self._evals[0] if self._evals and shares_engine else self._newest
+        return self._evals.first if self._evals and shares_engine else self._newest
 
-    def _next_deploy(self) -> tuple[int, Params] | None:
+    def _next_deploy(self) -> Version | None:
         target = self._first_deploy()
         return target if target[0] > self.served_version else None
 
     async def _load(self, version: int, params: Params) -> None:
-        started = self._now()
-        with self._doing("deploy", f"publish of version {version}"):
-            ref = await self._store.publish(version, params)
-        self._times["publish"] = self._now() - started
-        # Before the engines pause for new weights: what is stale shall not be carried over.
-        self._attempts.drop_stale()
-        self._changed.notify()
-        with self._doing("deploy", f"load of version {version}"):
-            await self._engine.load(ref)
-        self._times["deploy"] = self._now() - started
+        with self._spans("deploy"):
+            with self._spans("publish"), self._doing("deploy", f"publish of version {version}"):
+                ref = await self._store.publish(version, params)
+            # Before the engines pause for new weights: what is stale shall not be carried over.
+            self._attempts.drop_stale()
+            self._changed.notify()
+            with self._doing("deploy", f"load of version {version}"):
+                await self._engine.load(ref)
         self._events("deploy", self.progress())
         self._changed.notify()
         waiting = [version for version, _ in self._evals]
@@ -323,7 +314,7 @@ class Orchestrator:
             return
         while True:
             await self._changed.until(self._can_evaluate)
-            version, params = self._evals[0]
+            version, params = self._evals.first
             started = self._now()
             try:
                 with self._doing("eval", f"version {version}"):
@@ -334,14 +325,13 @@ class Orchestrator:
                 self._events("eval_timeout", {"version": version})
             else:
                 self._sink.log(version, {**values, "time/eval": self._now() - started})
-            self._evaluated, _ = self._evals.popleft()
-            self._evals_here += 1
+            self._evaluated = self._evals.done()
             self._changed.notify()
 
     def _can_evaluate(self) -> bool:
         if not self._evals or self._evaluator is None:
             return False
-        return not self._evaluator.shares_engine or self.served_version == self._evals[0][0]
+        return not self._evaluator.shares_engine or self.served_version == self._evals.first[0]
 
     # Watch
 
@@ -358,7 +348,7 @@ class Orchestrator:
         return Watched(
             self._attempts.trainable,
             self._steps_here,
-            self._evals_here,
+            self._evals.done_here,
             all_in=self._attempts.all_in(),
             evaluating="eval" in self._doing,
         )
@@ -390,14 +380,13 @@ class Orchestrator:
             return
         batched = [member for waiting in self._batches for member in waiting.members]
         values, groups = self._attempts.state(batched)
-        started = self._now()
-        with self._doing("checkpoint", f"save of step {self.trainer_step}"):
+        doing = self._doing("checkpoint", f"save of step {self.trainer_step}")
+        with doing, self._spans("checkpoint"):
             await self._checkpointer.save(
                 Checkpoint(
                     self.trainer_step, self._trainer.save(), values, groups, tuple(self._evals)
                 )
             )
-        self._times["checkpoint"] = self._now() - started
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,7 +1,7 @@
 """What a run needs on hardware that is not here: its update, compiled ahead of time for a topology.
 
     pip install -e '.[plan]'
-    python -m telescope_jax.plan --config=experiments/qwen2p5_7b.py --topology=v5e:16x16
+    python -m telescope_jax.plan --config=experiments/qwen2p5.py:7b --topology=v5e:16x16
 
 The real functions of the update are compiled by the accelerator's own compiler, for the mesh and
 the batch of the study. Memory, operations and collectives are the compiler's; the time is a
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from telescope_jax import flags
+from telescope_jax import extras, flags
 from telescope_jax.config import Config
 
 OWN_FLAGS = {
@@ -298,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.refuse(
             f"--topology={topology} is none of {', '.join(CHIPS)} with a shape, as v5e:4x4"
         )
+    if absent := extras.missing(f"a program for {topology}", "libtpu"):
+        flags.refuse(absent)
     # Else libtpu asks a metadata server which machine this is; and a lock file, who else uses it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -321,8 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = make_mesh(config.mesh, devices)
     except ValueError as error:
         flags.refuse(str(error))
-    except Exception as error:  # libtpu is absent, or knows no such slice
-        flags.refuse(f"--topology={topology}: {str(error).splitlines()[0]}; is libtpu installed?")
+    except Exception as error:  # libtpu knows no such slice
+        flags.refuse(f"--topology={topology}: {str(error).splitlines()[0]}")
     # A program for devices that are not here cannot be read back from the compilation cache.
     jax.config.update("jax_enable_compilation_cache", False)
     params, programs = compile_update(config, vocab_size, mesh)

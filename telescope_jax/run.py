@@ -13,32 +13,34 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from telescope_jax import config_tree, plots
+from telescope_jax.allocator import few_arenas
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts, NoSignalError
-from telescope_jax.config import CheckpointConfig, Config
-from telescope_jax.console import Console, summary
+from telescope_jax.config import Config
+from telescope_jax.console import Console
 from telescope_jax.evals import HeldOutEvaluator, Kind
 from telescope_jax.hosts import several
-from telescope_jax.hosts.leader import SharedCheckpoints
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.inference.embedded import EngineShape
-from telescope_jax.interfaces import Checkpoint, Engine
-from telescope_jax.learner.checkpoint import Checkpoints, SaveFailed
+from telescope_jax.interfaces import Engine
+from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.ledger import Attempt
+from telescope_jax.log_lines import row
 from telescope_jax.loop_guard import LoopGuard, calm_collector
 from telescope_jax.metrics import Fanout, JsonlSink
 from telescope_jax.metrics import read as read_metrics
 from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
-from telescope_jax.rollouts.archive import pack_groups, unpack_groups
+from telescope_jax.report import command_again, end_of, how_to_go_on, introduce
+from telescope_jax.rollouts.archive import unpack_groups
 from telescope_jax.rollouts.episode import Episode
 from telescope_jax.rollouts.table import RolloutTables
+from telescope_jax.run_checkpoints import RunCheckpoints
 from telescope_jax.setup import (
     SetupError,
     Task,
@@ -64,13 +66,25 @@ PROMPTS_AHEAD = 64
 NO_SIGNAL_EXIT_CODE = 3
 
 
-def run(config: Config, config_file: str, workdir: str, peers: Peers | None = None) -> int:
+def run(
+    config: Config,
+    config_file: str,
+    workdir: str,
+    peers: Peers | None = None,
+    *,
+    typed: Sequence[str] = (),
+    began: float | None = None,
+) -> int:
     """Runs to the end, or to a signal. Returns the exit code.
 
     Args:
+      typed: the flags, for the command that takes an interrupted run up again.
+      began: when this command did, by time.monotonic(); None is the moment of the call.
       peers: the processes of this trainer, if there are several; process 0 runs as one of one does,
         with a trainer, a store and checkpoints that take the others along (hosts/).
     """
+    began = time.monotonic() if began is None else began
+    few_arenas()
     try:
         refuse_foreign_kernels_package()
         place_trainer(config.placement)
@@ -86,18 +100,27 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
         if peers:
             peers.give_up(2, str(error))
         return 2
+    again = command_again(typed or [f"--config={config_file}"], folder)
+    if folder.finished_steps >= config.number_of_steps and not peers:
+        print(f"{end_of(folder)}\n{how_to_go_on(folder)}")
+        folder.note_end(0)
+        folder.close()
+        return 0
     use_compilation_cache()
     signals = Signals(
         grace_s=config.checkpoint.grace_s,
         resume_exit_code=config.checkpoint.resume_exit_code,
         note=folder.note,
+        again=again,
     )
     code, words = 1, ""
-    with folder.logging():
+    console = Console(config.number_of_steps)
+    with folder.logging(console.say):
+        introduce(task.config, task.mesh, folder, config_file)
         for warning in config.warnings():
             log.warning("%s", warning)
         try:
-            code = asyncio.run(_run(task, folder, signals, peers))
+            code = asyncio.run(_run(task, folder, console, signals, peers, began))
         except (SetupError, HostsError) as error:
             log.error("%s", error)
             code, words = 2, str(error)
@@ -115,6 +138,8 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
         finally:
             signals.closed()
             folder.note_end(code)
+            if code in (1, *signals.codes.values()) and not peers:
+                console.say(row("resume", again))
     if peers and words:
         peers.give_up(code, words)
     if peers:
@@ -122,7 +147,14 @@ def run(config: Config, config_file: str, workdir: str, peers: Peers | None = No
     return code
 
 
-async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | None) -> int:
+async def _run(
+    task: Task,
+    folder: Workdir,
+    console: Console,
+    signals: Signals,
+    peers: Peers | None,
+    began: float,
+) -> int:
     """Joins the parts and runs the orchestrator; returns the exit code of its end."""
     config, tokenizer, env, mesh = task.config, task.tokenizer, task.env, task.mesh
     async with AsyncExitStack() as stack:
@@ -165,7 +197,7 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
         sink = Fanout(
             [
                 JsonlSink(folder.metrics_file, resume_at=learner.step if folder.resumed else None),
-                console := Console(config.number_of_steps, first_step=learner.step),
+                console,
             ]
         )
         stack.callback(sink.close)
@@ -245,12 +277,14 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
             on_batch=RolloutTables(
                 folder.path / "rollouts", tokenizer, every=config.log.rollouts_every
             ).write,
+            began=began,
         )
-        console.start(
-            config="\n".join(config_tree.overrides(config)),
-            mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
-            parameters=table(learner.params, mesh),
-            memory=learner.memory(),
+        parameters = table(learner.params, mesh)
+        log.debug("parameters:\n%s", parameters)
+        log.info("policy: %s\n%s", parameters.splitlines()[-1], learner.memory())
+        log.info(
+            "training: steps %d to %d; the first rollouts and updates compile",
+            *(learner.step, config.number_of_steps),
         )
         calm_collector()
         signals.orchestrator = orchestrator
@@ -263,7 +297,12 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
             )
         try:
             await orchestrator.run()
+            committing = time.monotonic()
             await saver.finish()
+            now = time.monotonic()
+            last = {"time/checkpoint": now - committing, "time/elapsed": now - began}
+            sink.log(orchestrator.trainer_step, last)
+            folder.note(step=orchestrator.trainer_step)
             signals.saved()
         except BaseException as error:
             signals.failed(error)
@@ -273,80 +312,6 @@ async def _run(task: Task, folder: Workdir, signals: Signals, peers: Peers | Non
         sink.close()
         console.say(await asyncio.to_thread(end_of, folder))
         return signals.exit_code
-
-
-def end_of(folder: Workdir) -> str:
-    """The summary; a picture that cannot be drawn, or a full disk, does not fail a finished run."""
-    lines = read_metrics(folder.metrics_file)
-    files = {"metrics": str(folder.metrics_file)}
-    try:
-        picture = plots.save(lines, folder.path / "curves.png", title=folder.path.name)
-        files["curves"] = str(picture)
-    except (OSError, ValueError) as error:
-        log.warning("no picture of the curves: %s", error)
-    return summary(lines, files)
-
-
-class RunCheckpoints:
-    """The orchestrator's Checkpointer: the trainer's arrays, the books and the held groups.
-
-    A save that failed is told of when the next one begins, and at the end. It ends the run, unless
-    `checkpoint.max_failures` says that so many in a row are only warnings and a metric.
-    """
-
-    def __init__(
-        self, checkpoints: Checkpoints | SharedCheckpoints, config: CheckpointConfig
-    ) -> None:
-        self._checkpoints, self._config = checkpoints, config
-        self._failures = self._in_a_row = 0
-
-    async def save(self, checkpoint: Checkpoint) -> None:
-        """Returns once the arrays are copied; what follows goes on in the background."""
-        await self._finish_previous()
-        trainer, host, held, evals = checkpoint.trainer, {}, None, {}
-        if self._config.save_training_state:
-            groups, held = pack_groups(checkpoint.held)
-            host = {"run": checkpoint.run, "groups": groups}
-            evals = dict(checkpoint.evals)
-        else:
-            trainer = {name: trainer[name] for name in ("params", "step")}
-        try:
-            await asyncio.to_thread(
-                self._checkpoints.save, trainer, host=host, held=held, evals=evals
-            )
-        except Exception as error:
-            self._failed(error)
-
-    async def finish(self) -> None:
-        """Returns once the last save is committed.
-
-        Raises:
-          SaveFailed: it is not, whatever `max_failures` says of those on the way.
-        """
-        self._config = replace(self._config, max_failures=0)
-        await self._finish_previous()
-
-    def metrics(self) -> Mapping[str, float]:
-        """For `checkpoint/*`."""
-        return {"checkpoint/failures": float(self._failures)}
-
-    async def _finish_previous(self) -> None:
-        try:
-            await asyncio.to_thread(self._checkpoints.wait)
-            self._in_a_row = 0
-        except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
-        steps = self._checkpoints.steps()
-        message = (
-            f"a checkpoint could not be written ({type(error).__name__}: {error}); "
-            f"the newest whole one is of step {steps[-1] if steps else 'none'}"
-        )
-        if self._in_a_row > self._config.max_failures:
-            raise SaveFailed(f"{message}; make room, then run the same command again") from error
-        log.warning("%s", message)
 
 
 def evaluated_versions(metrics_file: Path) -> frozenset[int]:

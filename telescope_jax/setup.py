@@ -7,6 +7,7 @@ run.py; each takes what it needs of the config and hands back one part.
 import importlib.metadata
 import logging
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,18 +136,25 @@ async def start_all(
     config: Config, shape: EngineShape, store: OrbaxStore | MemoryStore, workdir: Path
 ) -> dict[str, Engine]:
     """The engines "train" and "eval", which may be the same one."""
+    started = time.monotonic()
     if config.engine.kind == "jax":
-        return await start_engines(config.engine, config.policy, shape, store, workdir=workdir)
-    return await start_pools(
-        config.engine,
-        config.placement,
-        config.policy,
-        shape,
-        store,
-        workdir=workdir,
-        eval_servers=config.eval.servers,
-        hf_config=hf_config_of(config.policy, shape.vocab_size, shape.context),
-    )
+        where = "in a process of its own" if config.engine.own_process else "in this process"
+        kind = f"embedded, {where}, {config.engine.slots} slots"
+        engines = await start_engines(config.engine, config.policy, shape, store, workdir=workdir)
+    else:
+        kind = f"vLLM, {len(config.engine.urls) or config.engine.servers} servers"
+        engines = await start_pools(
+            config.engine,
+            config.placement,
+            config.policy,
+            shape,
+            store,
+            workdir=workdir,
+            eval_servers=config.eval.servers,
+            hf_config=hf_config_of(config.policy, shape.vocab_size, shape.context),
+        )
+    log.info("engine: %s, ready after %.1f s", kind, time.monotonic() - started)
+    return engines
 
 
 def build_or_restore(
@@ -180,7 +188,7 @@ def build_or_restore(
             "to start over, or choose another --workdir"
         )
     learner.restore(saved.state)
-    log.info("resumed from step %d", learner.step)
+    log.info("run: resumed from step %d", learner.step)
     return learner, saved
 
 

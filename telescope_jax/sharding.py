@@ -198,7 +198,7 @@ def table(tree: Any, mesh: Mesh) -> str:
         axes = ", ".join("-" if axis is None else str(axis) for axis in sharding.spec)
         lines.append(f"{path_name(path):44} {str(list(leaf.shape)):18} {axes or 'everywhere'}")
     total = sum(math.prod(leaf.shape) for _, leaf in leaves)
-    return "\n".join([*lines, f"{total:,} parameters on mesh {dict(mesh.shape)}"])
+    return "\n".join([*lines, f"{total:,} parameters"])
 
 
 def path_name(path: tuple) -> str:

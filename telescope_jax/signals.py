@@ -20,6 +20,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
+from telescope_jax.log_lines import row
+
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
@@ -38,24 +40,27 @@ class Signals:
     threads then (warm start, compilation) cannot be stopped otherwise; processes end with this one.
     """
 
-    def __init__(self, *, grace_s: float, resume_exit_code: int, note: Callable[..., None]) -> None:
+    def __init__(
+        self, *, grace_s: float, resume_exit_code: int, note: Callable[..., None], again: str = ""
+    ) -> None:
         """
         Args:
           grace_s: seconds from the first signal, or from a failure, to the end.
           resume_exit_code: after a SIGTERM; 0 = 143.
           note: writes state and exit code into run.json.
+          again: the command that takes the run up again.
         """
         self.exit_code = 0
         self.orchestrator: Stoppable | None = None
-        self._grace_s, self._note = grace_s, note
-        self._codes = {signal.SIGINT: 130, signal.SIGTERM: resume_exit_code or 143}
+        self._grace_s, self._note, self._again = grace_s, note, again
+        self.codes = {signal.SIGINT: 130, signal.SIGTERM: resume_exit_code or 143}
         self._previous: dict[int, Any] = {}
         self._loop: AbstractEventLoop | None = None
         self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> "Signals":
         self._loop = get_running_loop()
-        for number in self._codes:
+        for number in self.codes:
             self._previous[number] = signal.signal(number, self._arrived)
         return self
 
@@ -84,7 +89,7 @@ class Signals:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         # Runs between any two instructions of the main thread: no logging, which may hold a lock.
         del frame
-        code = self._codes[signal.Signals(number)]
+        code = self.codes[signal.Signals(number)]
         if self.exit_code or self.orchestrator is None or self._loop is None:
             self._leave(code, "exit at once")
         self.exit_code = code
@@ -109,7 +114,8 @@ class Signals:
 
     def _leave(self, code: int, why: str) -> NoReturn:
         with suppress(Exception):
-            print(f"telescope_jax: {why}, exit code {code}", file=sys.stderr, flush=True)
+            resume = "\n" + row("resume", self._again) if self._again else ""
+            print(f"telescope_jax: {why}, exit code {code}{resume}", file=sys.stderr, flush=True)
         with suppress(Exception):
             self._note(state="stopped", exit_code=code)
         os._exit(code)

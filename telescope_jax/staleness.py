@@ -1,4 +1,4 @@
-"""The async contract (DESIGN section 3): when a group may start, and when it has become too old.
+"""The async contract: when a group may start, and when it has become too old.
 
 Pure functions of a few integers; the orchestrator holds the integers, this file holds the rules.
 

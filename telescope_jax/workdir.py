@@ -12,13 +12,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from telescope_jax import config_tree
 from telescope_jax.config import Config
+from telescope_jax.log_lines import logging_to
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +58,14 @@ class WorkdirError(RuntimeError):
     """The folder cannot hold this run; the message says what to do."""
 
 
-class LogFile(logging.FileHandler):
-    """A log that a full disk stops, with one line on the terminal instead of a traceback each."""
-
-    _warned = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._warned:
-            self._warned = True
-            error = sys.exc_info()[1]
-            print(f"telescope_jax: {self.baseFilename} is not written: {error}", file=sys.stderr)
-
-
 class Workdir:
     """An open run folder, locked until `close`."""
 
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
+        self.finished_steps = -1
+        """Steps of the run that the folder held when it was opened, if that had finished."""
         self.log_file = path / "logs" / "main.log"
         self.metrics_file = path / "metrics" / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -115,6 +106,9 @@ class Workdir:
         try:
             if resumed:
                 workdir._check_same_run(config)
+                notes = workdir._notes()
+                if notes.get("state") == "finished":
+                    workdir.finished_steps = notes.get("step", -1)
             workdir._write("config.json", config_tree.to_json(config))
             workdir.note(config_file=config_file, pid=os.getpid(), state="running")
         except OSError as error:
@@ -127,12 +121,7 @@ class Workdir:
 
     def note(self, **values: Any) -> None:
         """Adds to run.json, atomically."""
-        path = self.path / "run.json"
-        try:
-            known = json.loads(path.read_text()) if path.exists() else {"started": time.time()}
-        except json.JSONDecodeError as error:
-            raise WorkdirError(f"{path} is not JSON ({error}); repair it, or remove it") from error
-        self._write("run.json", json.dumps(known | values, indent=2) + "\n")
+        self._write("run.json", json.dumps(self._notes() | values, indent=2) + "\n")
 
     def note_end(self, exit_code: int) -> None:
         """How the run ended; a disk without room for that is a warning."""
@@ -150,21 +139,12 @@ class Workdir:
             log.warning("event %s was not written: %s", name, error)
 
     @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Sends every log line to logs/main.log, and from INFO on to the terminal."""
-        root = logging.getLogger()
-        for to_terminal in root.handlers:
-            to_terminal.setLevel(logging.INFO)
-        to_file = LogFile(self.log_file)
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        to_file.setLevel(logging.DEBUG)
-        root.addHandler(to_file)
-        logging.getLogger("telescope_jax").setLevel(logging.DEBUG)
+    def logging(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Sends every log line to logs/main.log, and what a person needs to `say`; then closes."""
         try:
-            yield
+            with logging_to(self.log_file, say):
+                yield
         finally:
-            root.removeHandler(to_file)
-            to_file.close()
             self.close()
 
     def close(self) -> None:
@@ -172,6 +152,13 @@ class Workdir:
         with suppress(OSError):  # what a full disk did not take is still in its buffer
             self._events.close()
         self._lock.close()
+
+    def _notes(self) -> dict[str, Any]:
+        path = self.path / "run.json"
+        try:
+            return json.loads(path.read_text()) if path.exists() else {"started": time.time()}
+        except json.JSONDecodeError as error:
+            raise WorkdirError(f"{path} is not JSON ({error}); repair it, or remove it") from error
 
     def _check_same_run(self, config: Config) -> None:
         try:

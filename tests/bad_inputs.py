@@ -1,6 +1,7 @@
-"""Everything that a user, a file or a server can hand in wrong: id -> what happens then.
+"""Everything that a user or a file can hand in wrong: id -> what happens then.
 
-Command lines are in golden/bad_command_lines.tsv; here is what has to be made first. Each case is
+Command lines are in golden/bad_command_lines.tsv; here is what has to be made first, and in
+bad_answers.py what comes back from servers and environments. Each case is
 called with an empty folder and raises; the exact line is in golden/bad_inputs.json.
 """
 
@@ -11,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from telescope_jax import setup
 from telescope_jax.config import Config
-from telescope_jax.inference.vllm_server import VllmClient
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.learner import describe
-from telescope_jax.rollouts.group import score_together
-from telescope_jax.types import Completion, Reward, StopReason, VersionSpan, WeightsRef
+from telescope_jax.types import WeightsRef
 from telescope_jax.weights.store import OrbaxStore
 from telescope_jax.workdir import Workdir
 
@@ -60,6 +58,21 @@ def environment_that_is_not_there(tmp: Path) -> None:
 @case
 def environment_of_a_module_that_is_not_there(tmp: Path) -> None:
     build(env__name="no_such_module:Env")
+
+
+@case
+def environment_of_a_package_that_is_misspelt(tmp: Path) -> None:
+    build(env__name="reasoning_gim:chain_sum")
+
+
+@case
+def environment_of_a_module_that_is_misspelt(tmp: Path) -> None:
+    build(env__name="tests.faults.wrlds:Digits")
+
+
+@case
+def environment_of_a_module_that_is_no_package(tmp: Path) -> None:
+    build(env__name="json.decodr.x:Env")
 
 
 @case
@@ -307,140 +320,3 @@ def weights_that_are_damaged(tmp: Path) -> None:
 @case
 def parameters_whose_name_holds_a_dot(tmp: Path) -> None:
     asyncio.run(OrbaxStore(tmp / "weights").publish(0, {"a.b": jnp.ones(2)}))
-
-
-# Server answers, and what environments return
-
-
-def answered(**choice: Any) -> None:
-    async def main() -> None:
-        client = VllmClient(
-            "http://127.0.0.1:1",
-            "key",
-            "stub",
-            eos_ids=(1,),
-            context=64,
-            vocab_size=16,
-            timeout_s=1.0,
-        )
-        try:
-            client._completion(choice)
-        finally:
-            await client.close()
-
-    asyncio.run(main())
-
-
-def choice(tokens: list[Any], logprobs: list[Any] | None, reason: str = "stop") -> dict[str, Any]:
-    content = None
-    if logprobs is not None:
-        pairs = zip(tokens, logprobs, strict=False)
-        content = [{"token_id": token, "logprob": value} for token, value in pairs]
-    return {
-        "token_ids": tokens,
-        "logprobs": {"content": content},
-        "finish_reason": reason,
-        "stop_reason": 1,
-        "weight_versions": [{"version": 3, "start": 0, "end": len(tokens)}],
-    }
-
-
-@case
-def server_answer_without_choices(tmp: Path) -> None:
-    answered(error="busy")
-
-
-@case
-def server_answer_with_too_few_log_probs(tmp: Path) -> None:
-    answered(choices=[choice([3, 4], [-1.0])])
-
-
-@case
-def server_answer_without_log_probs(tmp: Path) -> None:
-    answered(choices=[choice([3, 4], None)])
-
-
-@case
-def server_answer_with_a_log_prob_that_is_not_finite(tmp: Path) -> None:
-    answered(choices=[choice([3, 4], [-1.0, float("nan")])])
-
-
-@case
-def server_answer_with_a_log_prob_that_is_null(tmp: Path) -> None:
-    answered(choices=[choice([3, 4], [-1.0, None])])
-
-
-@case
-def server_answer_with_a_log_prob_that_is_text(tmp: Path) -> None:
-    answered(choices=[choice([3, 4], [-1.0, "-oo"])])
-
-
-@case
-def server_answer_of_no_tokens(tmp: Path) -> None:
-    answered(choices=[choice([], [])])
-
-
-def played(completion: Completion | None, reward: Any = None) -> None:
-    from tests.rollouts.test_episode import Script, episode
-
-    async def main() -> None:
-        recording = episode(Script(*([completion] if completion else [])))
-        if completion is not None:
-            await recording.sample()
-        recording.finish(Reward(1.0) if reward is None else reward)
-
-    asyncio.run(main())
-
-
-def completion(
-    tokens: int, logprobs: int, spans: list[tuple[int, int, int]], stop: StopReason = StopReason.EOS
-) -> Completion:
-    versions = tuple(VersionSpan(*span) for span in spans)
-    return Completion(np.ones(tokens, np.int32), np.zeros(logprobs, np.float32), versions, stop)
-
-
-WHOLE = completion(2, 2, [(0, 0, 2)])
-
-
-@case
-def completion_without_tokens(tmp: Path) -> None:
-    played(completion(0, 0, []))
-
-
-@case
-def completion_with_too_few_log_probs(tmp: Path) -> None:
-    played(completion(3, 2, [(0, 0, 3)]))
-
-
-@case
-def completion_whose_versions_leave_a_gap(tmp: Path) -> None:
-    played(completion(3, 3, [(0, 0, 1), (1, 2, 3)]))
-
-
-@case
-def completion_that_was_aborted(tmp: Path) -> None:
-    played(completion(2, 2, [(0, 0, 2)], StopReason.ABORTED))
-
-
-@case
-def reward_that_is_not_a_number(tmp: Path) -> None:
-    played(WHOLE, Reward(float("nan")))
-
-
-@case
-def reward_that_is_no_reward(tmp: Path) -> None:
-    played(WHOLE, 1.0)
-
-
-@case
-def episode_that_never_sampled(tmp: Path) -> None:
-    played(None)
-
-
-@case
-def group_scores_of_another_length(tmp: Path) -> None:
-    class Scores:
-        def score_group(self, rollouts: Any) -> list[float]:
-            return [1.0]
-
-    score_together(Scores(), (object(), object()))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "OR-10": (
         "faults/test_liveness::test_what_an_episode_raises_is_a_reason_in_the_ledger",
-        "inference/test_jax_engine::test_closing_fails_what_is_pending_instead_of_returning_nothing",
+        "inference/test_engine_thread::test_closing_fails_what_is_pending_instead_of_returning_nothing",
         "inference/test_vllm_server::test_a_server_that_never_recovers_is_an_engine_error",
     ),
     "OR-12": (
@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "OR-25": (
         "inference/test_engine_process::test_cancelling_reaches_the_process",
         "inference/test_jax_engine::test_cancelling_frees_the_slot_for_the_next_call",
-        "inference/test_jax_engine::test_cancelled_samples_leave_no_slot_behind",
+        "inference/test_engine_thread::test_cancelled_samples_leave_no_slot_behind",
     ),
     "OR-27": ("test_orchestrator::test_every_group_that_finished_is_trained_in_time_order",),
     "OR-29": ("faults/test_bugs::test_a_straggler_is_waited_for_and_its_length_is_trained",),
@@ -91,7 +91,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "CK-06": ("learner/test_checkpoint::test_a_state_comes_back_bit_for_bit_on_another_mesh",),
     "CK-08": (
         "faults/test_bugs::test_no_version_is_deleted_before_every_server_has_a_newer_one",
-        "inference/test_jax_engine::test_weights_that_are_gone_fail_the_load_and_not_the_engine",
+        "inference/test_engine_thread::test_weights_that_are_gone_fail_the_load_and_not_the_engine",
     ),
     "CK-09": (
         "learner/test_checkpoint::test_a_folder_that_cannot_be_deleted_is_a_warning",
@@ -179,7 +179,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "VL-12": (
         "inference/test_jax_engine::test_an_answer_that_is_only_the_end_token_has_one_token",
-        "inference/test_jax_engine::test_closing_fails_what_is_pending_instead_of_returning_nothing",
+        "inference/test_engine_thread::test_closing_fails_what_is_pending_instead_of_returning_nothing",
         "inference/test_vllm_server::test_an_aborted_request_says_so",
     ),
     "VL-13": (

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from telescope_jax import flags
+from tests import bad_answers  # noqa: F401 (it adds its cases)
 from tests.bad_inputs import CASES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -91,7 +91,7 @@ def test_a_broken_rule_is_named_with_its_numbers(
 
 @pytest.mark.parametrize("objective", RATIO_OBJECTIVES)
 def test_two_ratios_against_the_sampler_are_refused(objective: str):
-    """DESIGN section 6: with TIS a ratio objective needs π_old."""
+    """Both against μ would count the step from μ to π twice; π_old stands between them."""
     config = Config(algorithm=typing.cast(Algorithm, objective))
     assert any("old_logprobs" in line for line in problems_of(config))
     config.loss.old_logprobs = True
@@ -126,7 +126,7 @@ def test_every_broken_rule_is_in_one_message():
 
 
 def test_what_is_probably_not_meant_is_said_and_allowed() -> None:
-    """CF-09, and DESIGN rule 3.1: the smaller of the two bounds sets the pace."""
+    """CF-09: the smaller of the two bounds sets the pace."""
     config = Config()
     assert config.warnings() == []
     config.max_off_policy_steps, config.max_async_rollout, config.group_size = 1, 3, 2

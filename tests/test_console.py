@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telescope_jax import console
 
 STEP = {
-    "rollout/reward": 0.412,
+    "rollout/reward_trained": 0.412,
     "staleness/mean": 1.21,
     "staleness/max": 4,
     "train/kl": 3.1e-4,
@@ -33,7 +33,6 @@ def shown(terminal: bool, *calls: tuple[int, dict[str, Any]]) -> str:
 
 
 def test_a_step_is_one_line_of_the_house_format():
-    """STYLE, Logging."""
     expected = (
         "step 12 | reward 0.41 | stale 1.2/4 | kl 3e-4 | trunc 0.7% | 8.1k tok/s | wait 0.4 s"
     )
@@ -46,7 +45,7 @@ def test_a_missing_metric_is_left_out_and_a_null_one_is_a_question_mark():
     assert "kl" not in console.step_line(0, values)
     assert "| kl ? |" in console.step_line(0, STEP | {"train/kl": math.nan})
     assert "| kl ? |" in console.step_line(0, STEP | {"train/kl": None})
-    assert "reward inf" in console.step_line(0, {"rollout/reward": math.inf})
+    assert "reward inf" in console.step_line(0, {"rollout/reward_trained": math.inf})
 
 
 def test_a_step_that_trained_nothing_says_so():
@@ -80,21 +79,18 @@ def test_an_eval_names_the_version_that_was_evaluated():
     values = {
         "eval/sums/accuracy": 0.6224,
         "eval/sums/sampled_accuracy": 0.451,
-        "eval/sums/version": 30,
         "eval/chain/accuracy": 0.1,
     }
     expected = "eval of version 30 | sums 0.62 greedy, 0.45 sampled | chain 0.10 greedy"
-    assert console.eval_line(33, values) == expected
+    assert console.eval_line(30, values) == expected
     assert console.eval_line(33, STEP) == ""
 
 
-def test_the_banner_shows_what_it_was_given_literally():
+def test_what_is_said_is_shown_literally_and_unbroken():
     stream = io.StringIO()
     screen = console.Console(3, stream=stream, terminal=False)
-    screen.start(config="a = [bold]\nb = 2", mesh="data 1", parameters="w " + "x" * 300)
-    assert stream.getvalue() == (
-        "config\n  a = [bold]\n  b = 2\nmesh\n  data 1\nparameters\n  w " + "x" * 300 + "\n"
-    )
+    screen.say("a = [bold]\n  w " + "x" * 300)
+    assert stream.getvalue() == "a = [bold]\n  w " + "x" * 300 + "\n"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,8 @@ def test_durations_read_like_speech(seconds: float, text: str):
 
 def run_lines() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = [
-        {"step": 0, "eval/sums/accuracy": 0.5, "eval/sums/sampled_accuracy": 0.25},
+        {"step": 0, "time/start_up": 7.0, "time/elapsed": 7.0},
+        {"step": 0, "eval/sums/accuracy": 0.5, "eval/sums/sampled_accuracy": 0.25, "time/eval": 4},
         {"step": 20, "eval/sums/accuracy": 0.9, "eval/sums/sampled_accuracy": 0.75},
     ]
     for step in range(20):
@@ -155,6 +152,10 @@ def run_lines() -> list[dict[str, Any]]:
                 "engine/tokens_per_s": 5000,
                 "time/step": 2.0,
                 "time/update": 1.5,
+                "time/wait_for_batch": 0.25,
+                "time/checkpoint": 2.0 if step == 10 else 0.0,
+                "time/deploy": 1.0,
+                "time/elapsed": 7.0 + 2.25 * (step + 1),
                 "ledger/dispatched": 10 * step + 20,
                 "ledger/trained": 10 * step + 10,
                 "ledger/batched": 0,
@@ -165,6 +166,7 @@ def run_lines() -> list[dict[str, Any]]:
                 "metrics/non_finite": 0,
             }
         )
+    lines.append({"step": 20, "time/end": 3.0, "time/elapsed": 55.0})
     return lines
 
 
@@ -172,18 +174,26 @@ def test_the_summary_is_one_screen_of_the_runs_own_numbers():
     text = console.summary(run_lines(), {"picture": "runs/a/curves.png"})
     rows = [re.sub(r" {2,}", "  ", line.strip()) for line in text.splitlines()]
     assert rows == [
-        "20 steps in 40 s",
+        "20 steps in 55 s",
         "held-out, greedy  0.500 → 0.900  sums, steps 0 to 20",
         "held-out, sampled  0.250 → 0.750  sums, steps 0 to 20",
-        "reward  0.200 → 0.800  first and last 10 steps",
+        "reward  0.200 → 0.800  all finished groups, first and last 10 steps",
         "staleness  mean 1.00, max 3 steps",
         "sampling  5.0k tokens/s",
-        "time  update 30 s",
+        "time  start up 7.0 s + wait for batch 5.0 s + update 30 s + checkpoint 2.0 s + end 3.0 s "
+        "+ other 8.0 s",
+        "meanwhile  eval 4.0 s, deploy 20 s",
         "groups  210 dispatched = 200 trained + 0 batched + 3 held + 5 in flight + 2 dropped "
         "(zero_advantage 2)",
         "picture  runs/a/curves.png",
     ]
     assert len(rows) <= 24
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_starts():
+    again = [{"step": 20, "metrics/restarts": 1}, {"step": 20, "time/elapsed": 8.0}]
+    assert console.wall_clock(run_lines() + again) == 63.0
+    assert console.wall_clock([]) == 0.0
 
 
 def test_the_summary_names_what_went_wrong():

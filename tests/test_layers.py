@@ -1,4 +1,4 @@
-"""The direction of imports (DESIGN section 5), read from the source with `ast`.
+"""The direction of imports, read from the source with `ast`.
 
 A module belongs to a part, a part to a layer. An import may go to a lower layer, or stay inside its
 part; inside the pure layer parts may also import one another, as long as they form no cycle.
@@ -25,6 +25,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.config_rules", GROUND, "config"),
     ("telescope_jax.config_tree", GROUND, "config"),
     ("telescope_jax.flags", GROUND, "config"),
+    ("telescope_jax.extras", GROUND, "extras"),
     ("telescope_jax.interfaces", INTERFACES, "interfaces"),
     ("telescope_jax.staleness", PURE, "staleness"),
     ("telescope_jax.ledger", PURE, "ledger"),
@@ -34,7 +35,9 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.packing", PURE, "packing"),
     ("telescope_jax.assembly", PURE, "assembly"),
     ("telescope_jax.sharding", PURE, "sharding"),
+    ("telescope_jax.log_lines", PURE, "log_lines"),
     ("telescope_jax.orbax_saves", PURE, "orbax_saves"),
+    ("telescope_jax.tensorstore_json", PURE, "orbax_saves"),
     ("telescope_jax.model", PURE, "model"),
     ("telescope_jax.learner.loss", PURE, "loss"),
     ("telescope_jax.learner.objectives", PURE, "loss"),
@@ -55,14 +58,19 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.timeline", PART, "metrics"),
     ("telescope_jax.dashboard", PART, "metrics"),
     ("telescope_jax.attempts", ORCHESTRATOR, "orchestrator"),
+    ("telescope_jax.due_evals", PURE, "due_evals"),
     ("telescope_jax.changed", PURE, "changed"),
+    ("telescope_jax.spans", PURE, "spans"),
     ("telescope_jax.watchdog", PURE, "watchdog"),
     ("telescope_jax.loop_guard", PURE, "watchdog"),
+    ("telescope_jax.allocator", PURE, "watchdog"),
     ("telescope_jax.signals", PURE, "signals"),
     ("telescope_jax.orchestrator", ORCHESTRATOR, "orchestrator"),
     ("telescope_jax.workdir", PART, "workdir"),
     ("telescope_jax.main", COMMAND, "main"),
     ("telescope_jax.run", COMMAND, "main"),
+    ("telescope_jax.run_checkpoints", COMMAND, "main"),
+    ("telescope_jax.report", COMMAND, "main"),
     ("telescope_jax.setup", COMMAND, "main"),
     ("telescope_jax.pretrained", COMMAND, "main"),
     ("telescope_jax.hosts", COMMAND, "main"),

@@ -118,7 +118,7 @@ def test_every_loss_stat_is_a_metric():
 
 
 def test_the_metrics_that_the_project_promises_exist():
-    """Issue item 11, and the ledger's closed list of DESIGN 3.7."""
+    """What dashboards and scripts may count on, and every reason that the ledger knows."""
     promised = """train/loss train/grad_norm train/ratio_mean train/ess train/truncated_fraction
     train/kl train/entropy train/token_count rollout/reward rollout/length staleness/mean
     staleness/max time/wait_for_batch time/update time/publish engine/tokens_per_s engine/version

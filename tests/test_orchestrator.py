@@ -1,4 +1,4 @@
-"""The async contract of DESIGN section 3, on a virtual clock with scripted parts."""
+"""The async contract, on a virtual clock with scripted parts."""
 
 import asyncio
 import random

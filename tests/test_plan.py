@@ -111,18 +111,18 @@ def test_what_does_not_fit_is_told_what_to_change(change, words):
     assert not fits and "20.1G of 15.75G" in text and words in text
 
 
-@pytest.mark.parametrize("study", ["qwen2p5_7b.py", "qwen2p5_32b.py"])
-def test_the_sizes_in_a_study_are_those_of_its_name(study: str):
-    config = flags.read(["", f"--config={ROOT / 'experiments' / study}"])[0].config
+@pytest.mark.parametrize(("variant", "parameters"), [("7b", 7.6), ("32b", 32.8)])
+def test_the_sizes_in_a_study_are_those_of_its_name(variant: str, parameters: float):
+    config = flags.read(["", f"--config={ROOT / 'experiments' / 'qwen2p5.py'}:{variant}"])[0].config
     policy = config.policy
     head = 2 * policy.vocab_size * policy.width
     attention = 2 * policy.width * policy.head_dim * (policy.heads + policy.kv_heads)
     billions = (head + policy.layers * (attention + 3 * policy.width * policy.mlp_width)) / 1e9
-    assert round(billions, 1) == {"qwen2p5_7b.py": 7.6, "qwen2p5_32b.py": 32.8}[study]
+    assert round(billions, 1) == parameters
 
 
 def test_a_topology_that_nobody_makes_is_refused(capsys):
-    study = f"--config={ROOT / 'experiments' / 'qwen2p5_7b.py'}"
+    study = f"--config={ROOT / 'experiments' / 'qwen2p5.py'}"
     with pytest.raises(SystemExit) as ended:
         plan.main(["", study, "--topology=v99:4x4"])
     assert ended.value.code == 2 and "none of v4, v5e, v5p, v6e" in capsys.readouterr().err

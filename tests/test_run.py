@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +26,13 @@ def start(workdir: Path, *flags: str, **popen: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "XLA_FLAGS": ""}
     popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | popen
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **popen)
+
+
+def start_again(command: str) -> subprocess.Popen[str]:
+    """What an interrupted run says."""
+    popen: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    return subprocess.Popen(command, shell=True, cwd=ROOT, env=environment, text=True, **popen)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -81,6 +90,24 @@ def test_a_run_leaves_metrics_tables_a_picture_and_a_summary(finished: tuple[Pat
     assert (workdir / "curves.png").stat().st_size > 10_000
     assert list((workdir / "rollouts").glob("*.parquet"))
     assert "held-out, greedy" in output and "step 3 |" in output
+    assert output.index("config      experiments/math.py:tiny;") < output.index("\nwarm start  ")
+    assert "warm_start.steps=20" in output and "telescope_jax." not in output
+    assert len(output.splitlines()) < 45, "one screen before the steps, and one after them"
+    trainers = ("start_up", "step", "end")
+    spans = sum(line.get(f"time/{name}", 0) for line in lines for name in trainers)
+    spans += sum(line["time/checkpoint"] for line in lines[-2:])  # of the end, which leaves it out
+    assert spans == pytest.approx(lines[-1]["time/elapsed"], abs=0.2)
+    assert json.loads((workdir / "run.json").read_text())["state"] == "finished"
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(finished: tuple[Path, str]) -> None:
+    workdir, _ = finished
+    before = metrics(workdir)
+    code, output = finish(start(workdir))
+    assert code == 0
+    assert "holds this run with all of its 4 steps" in output and "held-out, greedy" in output
+    assert "--config.number_of_steps=8" in output and "another --workdir" in output
+    assert metrics(workdir) == before, "it is not started again"
     assert json.loads((workdir / "run.json").read_text())["state"] == "finished"
 
 
@@ -103,7 +130,7 @@ def test_another_configuration_is_refused_in_the_same_folder(finished: tuple[Pat
 def test_sigterm_leaves_a_checkpoint_and_no_process_and_the_rerun_ends_the_run(
     tmp_path: Path,
 ) -> None:
-    """OR-17, DESIGN 3.11."""
+    """OR-17."""
     flags = ["--config.number_of_steps=40", "--config.eval_every=0"]
     flags += ["--config.engine.own_process=True", "--config.checkpoint.every=0"]
     process = start(tmp_path / "run", *flags)
@@ -112,10 +139,12 @@ def test_sigterm_leaves_a_checkpoint_and_no_process_and_the_rerun_ends_the_run(
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143, output
+    (again,) = re.findall(r"^resume      (.*)$", output, re.MULTILINE)
+    assert shlex.split(again)[-len(flags) - 1 :] == [f"--workdir={tmp_path / 'run'}", *flags]
     done = trained_steps(tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / f"step_{len(done):06d}").is_dir()
     assert children and not psutil.wait_procs(children, timeout=15)[1]
-    code, output = finish(start(tmp_path / "run", *flags))
+    code, output = finish(start_again(again))
     assert code == 0, output
     assert trained_steps(tmp_path / "run") == list(range(40))
 
@@ -136,7 +165,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     flags = ["--config.warm_start.steps=5000", "--config.warm_start.cache=False"]
     process = start(tmp_path / "run", *flags)
     log = tmp_path / "run" / "logs" / "main.log"
-    while not log.exists() or "warm start: step 1" not in log.read_text():
+    while not log.exists() or "warm start: step 1," not in log.read_text():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)

@@ -112,6 +112,18 @@ def test_the_exit_code_is_mains(checkout: Checkout):
     assert checkout.run(FAIL_MODULES="telescope_jax.main").returncode == 3
 
 
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("tset", "there are test, smollm2"), ("x.py:tiny", "did you mean --config=x.py:tiny?")],
+)
+def test_a_misspelt_command_is_refused_before_anything_is_installed(
+    checkout: Checkout, word: str, remedy: str
+):
+    result = checkout.run(word)
+    assert result.returncode == 1 and checkout.calls("-m") == []
+    assert f"'{word}' is no command; " in result.stderr and remedy in result.stderr
+
+
 @pytest.mark.parametrize("name", ["requirements.txt", "pyproject.toml"])
 def test_a_changed_requirement_installs_again(checkout: Checkout, name: str):
     checkout.run()

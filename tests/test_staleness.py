@@ -1,4 +1,4 @@
-"""The integers of the async contract, against DESIGN section 3."""
+"""The integers of the async contract: admission, the age bound, and what follows from them."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""DESIGN rule 3.3: max_async_rollout = 0 is the plain sequential loop, bit for bit.
+"""With max_async_rollout = 0 a run is the plain sequential loop, bit for bit.
 
 The same real parts (embedded engine, learner, sums) are driven twice: by the orchestrator, and by
 the loop that a textbook would write.
@@ -111,7 +111,7 @@ async def orchestrated(lead: int) -> tuple[Any, list[dict[str, float]]]:
     await orchestrator.run()
     params = jax.device_get(parts.learner.params)
     await parts.close()
-    return params, [values for _, values in sink.rows]
+    return params, [values for _, values in sink.rows if "train/loss" in values]
 
 
 async def sequential() -> tuple[Any, list[float]]:

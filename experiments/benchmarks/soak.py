@@ -9,7 +9,8 @@ by a stop with a checkpoint or by a kill without one, and goes on from the newes
 
 It prints steps, groups lost (draws that are neither trained, nor alive, nor dropped for good),
 memory growth after the first five minutes, file handles, and the share of the time in which the
-event loop's thread computed: the orchestrator's overhead.
+event loop's thread computed: the orchestrator's overhead. Then `capacity.py` runs on one core, and
+each aim is said to be reached or missed; the exit code is 1 if one was missed.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import asyncio
 import gc
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,6 +31,7 @@ import jax
 import numpy as np
 import psutil
 
+from telescope_jax.allocator import few_arenas, give_back
 from telescope_jax.assembly import AssemblySettings
 from telescope_jax.attempts import AttemptRules, Attempts
 from telescope_jax.chat import CharTokenizer
@@ -47,7 +51,7 @@ from telescope_jax.orchestrator import Orchestrator, Schedule
 from telescope_jax.prompts import PromptQueue
 from telescope_jax.rollouts.archive import unpack_groups
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
-from telescope_jax.run import RunCheckpoints
+from telescope_jax.run_checkpoints import RunCheckpoints
 from telescope_jax.sharding import make_mesh
 from telescope_jax.staleness import AsyncBound
 from telescope_jax.types import (
@@ -256,8 +260,8 @@ _NO_END = 10**7
 def _no_events(name: str, details: Mapping[str, Any]) -> None: ...
 
 
-def soak(minutes: float, seed: int) -> None:
-    """Prints one line of JSON a minute, and one at the end."""
+def soak(minutes: float, seed: int) -> dict[str, Any]:
+    """Prints one line of JSON a life; returns what is said at the end."""
     process, samples = psutil.Process(), []
     rng = random.Random(seed)
 
@@ -273,12 +277,14 @@ def soak(minutes: float, seed: int) -> None:
                 loop_cpu = time.thread_time()
                 while (left := 60 * minutes - awake.seconds) > 0:
                     await parts.live(guard, min(left, rng.uniform(10, 50)), kill=rng.random() < 0.5)
-                    gc.collect()
+                    gc.collect()  # a process that ends leaves no cycles to the next
+                    give_back()  # as every save does; what is free would be noise of 2 %
                     sample = {
                         "minute": round(awake.seconds / 60, 1),
                         "steps": parts.steps,
                         "lost": parts.lost,
                         "rss_mb": round(process.memory_info().rss / 2**20, 1),
+                        "device_arrays": len(jax.live_arrays()),
                         "handles": process.num_fds(),
                         "threads": process.num_threads(),
                     }
@@ -296,9 +302,8 @@ def soak(minutes: float, seed: int) -> None:
             parts.sink.close()
             parts.checkpoints.close()
         late = [s for s in samples if s["minute"] >= min(5, minutes / 2)]
-        third = max(1, len(late) // 3)
-        early_mb = np.median([s["rss_mb"] for s in late[:third]])
-        last_mb = np.median([s["rss_mb"] for s in late[-third:]])
+        early, last = late[:_FEW], late[-_FEW:]
+        early_mb, last_mb = (np.median([s["rss_mb"] for s in some]) for some in (early, last))
         return {
             "minutes": round(seconds / 60, 1),
             "stopped_minutes": round((time.monotonic() - started - seconds) / 60, 1),
@@ -309,11 +314,41 @@ def soak(minutes: float, seed: int) -> None:
             "dropped_in_last_life": dropped,
             "rss_mb": [float(early_mb), float(last_mb)],
             "memory_growth": round(float(last_mb / early_mb - 1), 4),
-            "handles": [late[0]["handles"], late[-1]["handles"]],
+            "handles": [max(s["handles"] for s in some) for some in (early, last)],
             "event_loop_cpu_share": round(loop_cpu / seconds, 3),
         }
 
-    print(json.dumps(asyncio.run(main())))
+    return asyncio.run(main())
+
+
+_FEW = 4
+"""Lives at either end whose median memory is compared: one sample alone moves by 1 %."""
+
+
+def capacity() -> dict[str, Any]:
+    """`capacity.py` in a process of its own, as nothing here may share its core."""
+    command = [sys.executable, "-m", "experiments.benchmarks.capacity"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def verdicts(stood: Mapping[str, Any], carried: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """Each aim: whether it was reached, and a line that says so with its number."""
+    before, after = stood["handles"]
+    aims = [
+        (stood["steps"] > 0, f"steps are done: {stood['steps']:,} in {stood['lives']} lives"),
+        (stood["groups_lost"] == 0, f"no group is lost: {stood['groups_lost']}"),
+        (stood["minutes"] >= 30, f"30 minutes: {stood['minutes']}"),
+        (stood["memory_growth"] < 0.02, f"memory grows < 2 %: {stood['memory_growth']:.2%}"),
+        (after <= before, f"file handles are steady: {before}, then {after}"),
+        (carried["rollouts_per_s"] >= 3_000, f">= 3,000 rollouts/s: {carried['rollouts_per_s']:,}"),
+        (carried["in_flight"] >= 10_000, f">= 10,000 in flight: {carried['in_flight']:,}"),
+        (
+            carried["loop_lag_p99_ms"] < 50,
+            f"event-loop lag p99 < 50 ms: {carried['loop_lag_p99_ms']}",
+        ),
+    ]
+    return [(ok, f"{'reached' if ok else 'MISSED '}  {line}") for ok, line in aims]
 
 
 def main() -> None:
@@ -321,7 +356,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    soak(asked.minutes, asked.seed)
+    few_arenas()
+    stood = soak(asked.minutes, asked.seed)
+    print(json.dumps(stood), flush=True)
+    carried = capacity()
+    print(json.dumps(carried))
+    said = verdicts(stood, carried)
+    print("\n".join(line for _, line in said))
+    print(
+        f"orchestrator: {stood['event_loop_cpu_share']:.1%} of the time; its capacity in CPU time, "
+        f"as if it had the core for itself: {carried['rollouts_per_cpu_s']:,} rollouts/s, lag p99 "
+        f"{carried['computed_lag_p99_ms']} ms, at most {carried['computed_lag_max_ms']} ms"
+    )
+    sys.exit(not all(ok for ok, _ in said))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,15 @@ from experiments.launch.roles import (
     share_key,
     until_done,
 )
+from telescope_jax import extras
 
 COORDINATOR_PORT, SERVER_PORT = 8_476, 8_000
 
 
 def run_locally(launch: Launch) -> int:
     """All roles on this machine, as submitit's local jobs; returns the exit code of the run."""
+    if absent := extras.missing("--cluster=local", "submitit"):
+        raise SystemExit(absent)
     import submitit  # pyright: ignore[reportMissingImports]: the extra `slurm`
 
     share_key()

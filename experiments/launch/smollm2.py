@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from telescope_jax import extras
+
 ROOT = Path(__file__).resolve().parents[2]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EOS = ("<|im_end|>", "<|endoftext|>")
@@ -93,6 +95,9 @@ def main(argv: list[str]) -> int:
     """Converts if needed, then trains; returns the exit code of the run."""
     target = cache_folder()
     if not (target / "model.safetensors").exists():
+        needed = ("torch", "gguf", "accelerate", "transformers", "safetensors")
+        if absent := extras.missing("the conversion of SmolLM2", *needed):
+            raise SystemExit(absent)
         print(f"converting SmolLM2-135M-Instruct into {target}", file=sys.stderr)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Isolated (-I): our `kernels` would shadow a package of that name that transformers seeks.

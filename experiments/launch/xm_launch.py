@@ -16,6 +16,11 @@ import sys
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
+
+from telescope_jax import extras
+
+if absent := extras.missing("a launch by XManager", "xmanager"):
+    raise SystemExit(f"{absent}, in an environment of its own")
 from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]: the extra `xm`
 
 from experiments.launch.roles import (

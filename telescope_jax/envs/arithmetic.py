@@ -32,8 +32,8 @@ class Sums:
     2^20 long. Four single digits have only 715 multisets, but 10,000 orderings: evaluation prompts
     are distinct *orderings* of held-out multisets, about `held_out` of all orderings (some 2,000).
 
-    The reward is 1 for the sum written as a plain number, else 0: the sum repeated in the box
-    (`\boxed{8 + 6}`) is equal and earns nothing.
+    The reward is 1 for the sum written as a plain number in an answer that ended by itself, else 0:
+    the sum repeated in the box (`\boxed{8 + 6}`) is equal and earns nothing.
 
     Args:
       tokenizer: encodes the prompt.
@@ -42,8 +42,8 @@ class Sums:
       terms: operands, ≥ 1.
       digits: decimal digits of an operand, ≥ 1.
       held_out: share of the multisets kept for evaluation, in (0, 1).
-      answer: `boxed`, or `last_integer`: the last integer of an answer that ended by itself, for
-        a model that was never shown a box.
+      answer: `boxed`, or `last_integer`: the last integer of the answer, for a model that was never
+        shown a box.
 
     Raises:
       ValueError: an argument is out of range, or the task is so small that one side is empty.
@@ -120,12 +120,14 @@ class Sums:
 
     async def play(self, prompt: Prompt, sample: Sample) -> Reward:
         turn = await sample()
+        # A cut answer may end in the middle of a number; and if it earned the reward, nothing
+        # would teach the policy to end (seen: every answer grew to the whole token budget).
+        if turn.completion.stop is StopReason.LENGTH:
+            return Reward(0.0)
         if self._boxed:
             return Reward(grade_number(prompt.task["answer"], turn.text))
-        # An answer that was cut may end in the middle of a number.
-        ended = turn.completion.stop is not StopReason.LENGTH
         numbers = _INTEGER.findall(turn.text.replace(",", ""))
-        return Reward(float(ended and numbers[-1:] == [str(prompt.task["answer"])]))
+        return Reward(float(numbers[-1:] == [str(prompt.task["answer"])]))
 
     def is_held_out(self, operands: tuple[int, ...]) -> bool:
         """Decided by the multiset of the operands alone."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from telescope_jax import extras
 from telescope_jax.chat import Tokenizer
 from telescope_jax.envs.grading import grade_number
 from telescope_jax.interfaces import Sample
@@ -119,6 +120,8 @@ def _read(path: str) -> list[Problem]:
 
 
 def _from_hub(split: str) -> list[Problem]:
+    if absent := extras.missing("gsm8k: a data set from the hub", "huggingface_hub"):
+        raise ValueError(f"{absent}; or set env.options to {{'train_file': 'FILE.jsonl'}}")
     try:
         from huggingface_hub import hf_hub_download
 

@@ -11,10 +11,12 @@ Every environment is built as `Class(tokenizer, seed, rewards, **options)`.
 import difflib
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from telescope_jax.chat import Tokenizer
+from telescope_jax.config_tree import suggestion
 from telescope_jax.interfaces import Environment
 from telescope_jax.scoring.reward_pool import RewardPool
 
@@ -64,16 +66,36 @@ def make_env(
 
 
 def _load(name: str, place: str) -> Callable[..., Environment]:
-    module, _, attribute = place.partition(":")
+    place, _, attribute = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(place)
     except ModuleNotFoundError as error:
         # A module that is there but misses one of its own imports is another fault.
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise ValueError(f"environment {name!r}: there is no module {error.name!r}") from None
-        raise
+        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"environment {name!r}: there is no module {error.name!r}{_nearest(error.name)}"
+            ) from None
+        raise ValueError(
+            f"environment {name!r}: {place} needs {error.name}, which is not installed here"
+        ) from error
+    try:
+        return getattr(module, attribute)
     except AttributeError:
-        raise ValueError(f"environment {name!r}: {module} has no {attribute!r}") from None
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ValueError(
+            f"environment {name!r}: {place} has no {attribute!r}{suggestion(attribute, classes)}"
+        ) from None
+
+
+def _nearest(module: str) -> str:
+    """The likeliest of the modules beside it; at the top, of those in this folder alone."""
+    parent, dot, leaf = module.rpartition(".")
+    if not parent:
+        return suggestion(leaf, [_GYM, *(found.name for found in pkgutil.iter_modules(["."]))])
+    # Imported already, by the search for the module; a module that is no package has no place.
+    places = getattr(importlib.import_module(parent), "__path__", [])
+    names = [found.name for found in pkgutil.iter_modules(places)]
+    return suggestion(leaf, names, prefix=parent + dot)
 
 
 def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -113,14 +112,3 @@ def pass_signals_on(peers: Peers) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, arrive)
-
-
-def log_to(folder: Path, index: int) -> None:
-    """Sends every log line to logs/process_00001.log of the run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for to_terminal in logging.getLogger().handlers:
-        to_terminal.setLevel(logging.INFO)
-    to_file = logging.FileHandler(folder / f"process_{index:05d}.log")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(to_file)
-    logging.getLogger("telescope_jax").setLevel(logging.DEBUG)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import jax
 from jax.sharding import Mesh
 
 from telescope_jax.config import Config
+from telescope_jax.console import Console
 from telescope_jax.hosts import follower
 from telescope_jax.hosts.identity import agree_on_programs, agree_on_setup
 from telescope_jax.hosts.leader import SharedCheckpoints, SharedStore, SharedTrainer, Turn
 from telescope_jax.hosts.runtime import HostsError, Peers
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.learner import Learner
+from telescope_jax.log_lines import logging_to
 from telescope_jax.setup import SetupError, Task, build_or_restore, build_store
 from telescope_jax.types import Params
 from telescope_jax.weights.store import MemoryStore, OrbaxStore
@@ -99,28 +102,34 @@ def follow(peers: Peers, task: Task) -> int:
     """The other processes: the whole of their run. Returns the exit code."""
     follower.pass_signals_on(peers)
     config, tokenizer = task.config, task.tokenizer
-    try:
-        workdir = Path(peers.hear("workdir"))
-        follower.log_to(workdir / "logs", peers.index)
-        log.info("process %d of %d follows process 0 in %s", peers.index, peers.count, workdir)
-        agree_on_setup(peers, config)
-        vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-        checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.checkpoint.keep_last)
-        learner, saved = build_or_restore(
-            config, task.env, tokenizer, vocab_size, task.mesh, checkpoints, task.pretrained
-        )
-        agree_on_programs(peers, learner, config.batch.seq_len)
-        store = build_store(config, workdir / "weights")
-        assert isinstance(store, OrbaxStore), "refused by check()"
-        evals = saved.evals if saved is not None else {}
-        code = follower.Follower(peers, learner, store, checkpoints, evals=evals).run()
-        checkpoints.close()
-        learner.close()
-        peers.end()
-        return code
-    except (HostsError, SetupError) as error:
-        log.error("%s", error)
-        peers.give_up(2, str(error))
-    except Exception as error:
-        log.exception("process %d failed", peers.index)
-        peers.give_up(1, f"{type(error).__name__}: {error}")
+    with ExitStack() as logs:
+        try:
+            workdir = Path(peers.hear("workdir"))
+            log_file = workdir / "logs" / f"process_{peers.index:05d}.log"
+            logs.enter_context(logging_to(log_file, Console(config.number_of_steps).say))
+            log.info(
+                "run: process %d of %d follows process 0 in %s", peers.index, peers.count, workdir
+            )
+            agree_on_setup(peers, config)
+            vocab_size = config.policy.vocab_size or tokenizer.vocab_size
+            checkpoints = Checkpoints(
+                workdir / "checkpoints", keep_last=config.checkpoint.keep_last
+            )
+            learner, saved = build_or_restore(
+                config, task.env, tokenizer, vocab_size, task.mesh, checkpoints, task.pretrained
+            )
+            agree_on_programs(peers, learner, config.batch.seq_len)
+            store = build_store(config, workdir / "weights")
+            assert isinstance(store, OrbaxStore), "refused by check()"
+            evals = saved.evals if saved is not None else {}
+            code = follower.Follower(peers, learner, store, checkpoints, evals=evals).run()
+            checkpoints.close()
+            learner.close()
+            peers.end()
+            return code
+        except (HostsError, SetupError) as error:
+            log.error("%s", error)
+            peers.give_up(2, str(error))
+        except Exception as error:
+            log.exception("process %d failed", peers.index)
+            peers.give_up(1, f"{type(error).__name__}: {error}")

@@ -9,7 +9,6 @@ Invariants:
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import os
 import socket
@@ -26,8 +25,9 @@ from telescope_jax.config import EngineConfig, PolicyConfig
 from telescope_jax.inference.batcher import NO_VERSION
 from telescope_jax.inference.embedded import EngineShape, build_engines
 from telescope_jax.inference.jax_engine import Reader
-from telescope_jax.inference.wire import Channel, pack_ref, pack_request, unpack_completion
-from telescope_jax.interfaces import Engine, EngineError, EngineLost, PromptTooLong
+from telescope_jax.inference.questions import Questions
+from telescope_jax.inference.wire import Channel, pack_ref, pack_request
+from telescope_jax.interfaces import Engine, EngineError, EngineLost
 from telescope_jax.types import Completion, SamplingParams, WeightsRef
 
 
@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 
 _LOG_LINES = 12
 _CLOSE_TIMEOUT_S = 15.0
-_ERRORS = {
-    error.__name__: error for error in (EngineError, PromptTooLong, NotImplementedError, ValueError)
-}
 
 
 async def start_engines(
@@ -103,8 +100,7 @@ class EngineProcess:
           log_path: the process's output, appended to.
         """
         self._spec, self._config, self._log_path = dict(spec), config, log_path
-        self._ids = itertools.count()
-        self._pending: dict[int, asyncio.Future] = {}
+        self.questions = Questions()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._watch: asyncio.Task | None = None
@@ -115,7 +111,6 @@ class EngineProcess:
         self.closing = False
         self.restarts = 0
         self.loaded: dict[str, WeightsRef] = {}
-        self.metrics: dict[str, Mapping[str, float]] = {}
 
     @property
     def alive(self) -> bool:
@@ -222,20 +217,9 @@ class EngineProcess:
     async def _ask(
         self, channel: Channel | None, kind: str, name: str, packed: Any, timeout_s: float
     ) -> Any:
-        """Sends a request and waits for its answer; cancelling cancels it there too."""
         if channel is None or channel.ended:
             raise EngineError(self._death)
-        id, loop = next(self._ids), asyncio.get_running_loop()
-        answer = self._pending[id] = loop.create_future()
-        channel.send(kind, name, id, packed)
-        # A timer of the loop costs a fifth of asyncio.timeout, once for every rollout.
-        expiry = loop.call_later(timeout_s, _expire, answer, kind, timeout_s)
-        try:
-            return await answer
-        finally:
-            expiry.cancel()
-            if self._pending.pop(id, None) is not None:
-                channel.send("cancel", id)
+        return await self.questions.ask(channel, kind, name, packed, timeout_s)
 
     async def _spawn(self) -> tuple[asyncio.subprocess.Process, Channel]:
         ours, theirs = socket.socketpair()
@@ -256,7 +240,7 @@ class EngineProcess:
         return process, Channel(*await asyncio.open_connection(sock=ours))
 
     def ask_metrics(self) -> None:
-        """Asks for new metrics; they arrive in `metrics` when the process gets to it."""
+        """Asks for new metrics; they arrive in `questions.metrics` when the process gets to it."""
         if self._channel is not None and not self._channel.ended:
             self._channel.send("metrics")
 
@@ -276,7 +260,10 @@ class EngineProcess:
         """Hands answers to those who wait, until the process is gone."""
         try:
             async for message in channel.receive():
-                self._handle(message)
+                if message[0] != "ready":
+                    self.questions.hear(message)
+                elif self._ready is not None and not self._ready.done():
+                    self._ready.set_result(None)
         finally:
             # The socket is closed; should the process linger, it has nothing left to do for us.
             try:
@@ -287,24 +274,6 @@ class EngineProcess:
             channel.close()
             self._fail_pending(code)
 
-    def _handle(self, message: list[Any]) -> None:
-        kind, *rest = message
-        if kind == "answer":
-            if (answer := self._pending.pop(rest[0], None)) is not None and not answer.done():
-                answer.set_result(unpack_completion(rest[1]))
-        elif kind == "loaded":
-            if (answer := self._pending.pop(rest[0], None)) is not None and not answer.done():
-                answer.set_result(None)
-        elif kind == "refused":
-            id, error, text = rest
-            if (answer := self._pending.pop(id, None)) is not None and not answer.done():
-                answer.set_exception(_ERRORS[error](text))
-        elif kind == "metrics":
-            name, values = rest
-            self.metrics[name] = values
-        elif kind == "ready" and self._ready is not None and not self._ready.done():
-            self._ready.set_result(None)
-
     def _fail_pending(self, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         self._death = (
@@ -312,13 +281,9 @@ class EngineProcess:
             if self.closing
             else f"the engine process {how}; {self._log_tail()}"
         )
-        waiting = list(self._pending.values())
-        self._pending.clear()
-        if self._ready is not None:
-            waiting.append(self._ready)
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(EngineError(self._death))
+        self.questions.fail(self._death)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(EngineError(self._death))
 
     async def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -382,16 +347,11 @@ class ProcessEngine:
         """What the engine did between the last two calls, see JaxEngine.metrics; one call late,
         since nothing here waits for the process."""
         self.process.ask_metrics()
-        return self.process.metrics.pop(self.name, {})
+        return self.process.questions.metrics.pop(self.name, {})
 
     async def close(self) -> None:
         """Ends the process, and with it its other engines."""
         await self.process.close()
-
-
-def _expire(answer: asyncio.Future, kind: str, timeout_s: float) -> None:
-    if not answer.done():
-        answer.set_exception(EngineError(f"the engine did not answer a {kind} in {timeout_s:g} s"))
 
 
 def _environment() -> dict[str, str]:

@@ -25,6 +25,7 @@ import sys
 from functools import partial
 from typing import Any
 
+from telescope_jax.allocator import few_arenas
 from telescope_jax.config import EngineConfig, PolicyConfig
 from telescope_jax.inference.embedded import EngineShape, build_engines
 from telescope_jax.inference.jax_engine import JaxEngine
@@ -45,6 +46,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 def main(argv: list[str]) -> None:
     """Serves the engines until the parent closes the socket."""
+    few_arenas()
     parser = argparse.ArgumentParser(description="an engine process; started by the trainer")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="the trainer's process id")

@@ -39,6 +39,7 @@ from etils import epath
 from telescope_jax import orbax_saves
 from telescope_jax.learner.fingerprint import differences, fingerprints
 from telescope_jax.learner.learner import check_structure
+from telescope_jax.tensorstore_json import free_what_tensorstore_keeps
 from telescope_jax.types import Params
 
 T = TypeVar("T")
@@ -101,6 +102,7 @@ class Checkpoints:
           keep_last: newest checkpoints that stay, ≥ 1.
           keep_every: those of its multiples stay too; 0 = none.
         """
+        free_what_tensorstore_keeps()
         self._folder = Path(folder).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer = _new_writer()

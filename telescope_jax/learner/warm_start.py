@@ -13,8 +13,10 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -40,7 +42,7 @@ from telescope_jax.types import PackedBatch, Params, Reward, Rollout, StopReason
 
 _log = logging.getLogger(__name__)
 
-_EXAM_EVERY, _EXAM_SIZE = 5, 512
+_EXAM_EVERY, _EXAM_SIZE = 2, 256
 
 Solution = tuple[Int[np.ndarray, " T"], Bool[np.ndarray, " T"]]
 """Tokens of a prompt with its solution, and a mask of the tokens to learn."""
@@ -61,7 +63,7 @@ def warm_start(
     """Parameters after at most `config.steps` supervised steps from random ones, on `mesh`.
 
     Args:
-      solutions: at least steps × batch_size of them, and 512 more to test `until_probability`;
+      solutions: at least steps × batch_size of them, and 256 more to test `until_probability`;
         drawn from training prompts only.
       seed: of the random parameters.
       seq_len: tokens a packed row; at least the longest solution.
@@ -89,7 +91,7 @@ def warm_start(
         path = (cache_folder or default_cache_folder()) / f"{_key(decided_by, rows)}.npz"
         cached = _of_first_process(_read(path, decoder := Decoder(policy, vocab_size)), decoder)
         if cached is not None:
-            _log.info("warm start: read from %s", path)
+            _log.info("warm start: read from the cache, %s", path)
             return cached
     params = _train(policy, vocab_size, mesh, config, optimizer, rows, seed, seq_len)
     if path is not None:
@@ -125,27 +127,32 @@ def _train(
         rows_per_microbatch=microbatch,
         seed=seed,
     )
-    until, probability = config.until_probability, 0.0
+    until, probability, started = config.until_probability, 0.0, time.monotonic()
+    goal = f", until a solution's probability is {until:g}" if until else ""
+    _log.info("warm start: up to %d supervised steps%s", config.steps, goal)
     rows, asked = rows[: config.steps * size], rows[config.steps * size :]
     exam = _exam(Decoder(policy, vocab_size, mesh=mesh), asked, seq_len) if until else None
     try:
+        step, loss = 0, math.nan
         for step, batch in enumerate(_batches(rows, size, seq_len, microbatch), start=1):
-            stats = learner.update_now(batch)
+            loss = learner.update_now(batch).loss
             if step == 1 or step % 50 == 0:
-                _log.info("warm start: step %d | loss %.3f", step, stats.loss)
+                _log.debug("warm start: step %d, loss %.3f", step, loss)
             if exam and step % _EXAM_EVERY == 0:
                 probability = exam(learner.params)
                 if probability >= until:
-                    _log.info("warm start: step %d | probability %.3f", step, probability)
                     break
-        else:
-            if until:
-                _log.warning(
-                    "warm start: a solution's probability is %.3f after all %d steps, not yet "
-                    "until_probability=%g; raise warm_start.steps for the ability that it stands "
-                    "for",
-                    *(probability, config.steps, until),
-                )
+        reached = f", probability {probability:.3f}" if exam else ""
+        _log.info(
+            "warm start: %d steps, loss %.3f%s, in %.1f s",
+            *(step, loss, reached, time.monotonic() - started),
+        )
+        if probability < until:
+            _log.warning(
+                "warm start: a solution's probability is %.3f after all %d steps, not yet "
+                "until_probability=%g; raise warm_start.steps for the ability that it stands for",
+                *(probability, config.steps, until),
+            )
         return learner.params
     finally:
         learner.close()

@@ -52,6 +52,8 @@ class RewardPool:
       preload: modules that a worker imports when it starts. The function's own module is imported
         at its first call otherwise, outside that call's deadline but inside `grace_s`.
       grace_s: seconds beyond the deadline after which a silent worker is replaced.
+      confined: keep calls from files outside their folder, the network and other processes, where
+        the kernel can (`confinement`); False is for tools of an environment that need one of them.
 
     Raises:
       ValueError: an argument is not positive.
@@ -65,6 +67,7 @@ class RewardPool:
         memory_bytes: int = 512 << 20,
         preload: Sequence[str] = (),
         grace_s: float = 30.0,
+        confined: bool = True,
     ):
         if workers < 1 or timeout_s <= 0 or memory_bytes <= 0 or grace_s <= 0:
             raise ValueError(
@@ -73,7 +76,11 @@ class RewardPool:
             )
         self.timeout_s = timeout_s
         self._grace_s = grace_s
-        self._setup = {"preload": list(preload), "memory_bytes": memory_bytes}
+        self._setup = {
+            "preload": list(preload),
+            "memory_bytes": memory_bytes,
+            "confined": confined,
+        }
         self._workers = workers
         self._places = asyncio.Semaphore(workers)
         self._idle: list[_Worker] = []

@@ -3,7 +3,8 @@
 Untrusted text meets code only in that child, so whatever it does to the interpreter (patching a
 grader so that later answers pass, filling a cache, leaking memory) ends with the call. The child
 has an address-space and a CPU limit, a scratch folder that is deleted afterwards, an empty
-environment and no descriptor but the pipe of its result.
+environment and no descriptor but the pipe of its result; where the kernel can (`confinement`), it
+changes no file elsewhere, reaches no network and signals nobody.
 
 Protocol: one JSON object a line. The pool sends a set-up, gets `{"ready": true}`, then sends calls
 `{"id", "function", "args", "given", "timeout_s"}`; each gets exactly one reply, with its id and one
@@ -30,6 +31,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from telescope_jax.scoring.confinement import confine
 
 MAX_REPLY = 4 << 20
 """Bytes of a call's result; more is an error."""
@@ -59,7 +62,7 @@ def main() -> None:
         while line := lines.wait():
             request = json.loads(line)
             if "cancel" not in request:  # else the call had ended when its cancellation was sent
-                reply = _answer(request, setup["memory_bytes"], lines, replies)
+                reply = _answer(request, setup, lines, replies)
                 _write_line(replies, {"id": request["id"], **reply})
     except BrokenPipeError:
         pass  # the pool is gone
@@ -111,7 +114,7 @@ def _given(description: str) -> Any:
     return _resolve(place)(*arguments)
 
 
-def _answer(request: dict, memory_bytes: int, lines: _Lines, replies: int) -> dict:
+def _answer(request: dict, setup: dict, lines: _Lines, replies: int) -> dict:
     try:
         function = _resolve(request["function"])
         if request.get("given"):
@@ -127,7 +130,7 @@ def _answer(request: dict, memory_bytes: int, lines: _Lines, replies: int) -> di
         for descriptor in (lines.descriptor, replies):
             os.close(descriptor)
         os.dup2(1, 2)  # the worker's log is not the call's to fill
-        _run_child(function, request, memory_bytes, scratch, sending)
+        _run_child(function, request, setup, scratch, sending)
     os.close(sending)
     try:
         return _await_child(child, receiving, deadline, lines)
@@ -137,7 +140,7 @@ def _answer(request: dict, memory_bytes: int, lines: _Lines, replies: int) -> di
 
 
 def _run_child(
-    function: Callable[..., Any], request: dict, memory_bytes: int, scratch: str, sending: int
+    function: Callable[..., Any], request: dict, setup: dict, scratch: str, sending: int
 ) -> NoReturn:
     """Runs the call and leaves by `_exit`: nothing of the worker's own code may run again here."""
     try:
@@ -145,7 +148,9 @@ def _run_child(
         _die_with_parent()
         os.chdir(scratch)
         os.environ.clear()
-        _limit_resources(memory_bytes, request["timeout_s"])
+        if setup["confined"]:
+            confine(scratch)
+        _limit_resources(setup["memory_bytes"], request["timeout_s"])
         try:
             reply = {"value": function(*request["args"])}
             data = json.dumps(reply, allow_nan=False).encode()

@@ -17,6 +17,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from telescope_jax import extras
 from telescope_jax.config import PolicyConfig
 from telescope_jax.model.decoder import Decoder
 from telescope_jax.types import Params
@@ -67,13 +68,11 @@ def find(checkpoint: str) -> Path:
         return folder.resolve()
     if folder.is_absolute() or checkpoint.startswith((".", "~")) or checkpoint.count("/") > 1:
         raise CheckpointError(f"policy.checkpoint={checkpoint}: there is no such folder")
-    try:
-        from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        raise CheckpointError(
-            f"policy.checkpoint={checkpoint} is no folder, and a name on the hub needs the extra "
-            "hf: pip install -e '.[hf]'"
-        ) from None
+    named = f"policy.checkpoint={checkpoint} is no folder here, and a name on the hub"
+    if absent := extras.missing(named, "huggingface_hub"):
+        raise CheckpointError(absent)
+    from huggingface_hub import snapshot_download
+
     wanted = [CONFIG, INDEX, "*.safetensors", *TEXT_FILES]
     try:
         return Path(snapshot_download(checkpoint, allow_patterns=wanted))
@@ -233,10 +232,10 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError:
-        raise CheckpointError(f"{path} needs the extra hf: pip install -e '.[hf]'") from None
+    if absent := extras.missing(str(path), "safetensors"):
+        raise CheckpointError(absent)
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

@@ -30,6 +30,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from telescope_jax import orbax_saves
+from telescope_jax.tensorstore_json import free_what_tensorstore_keeps
 from telescope_jax.types import Params, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class OrbaxStore:
           to_served: parameters -> served names and layouts; traced.
           from_served: the inverse, on numpy arrays.
         """
+        free_what_tensorstore_keeps()
         self.root = epath.Path(root)
         self.serving_dtype: Literal["float32", "bfloat16"] = serving_dtype
         self._from_served = from_served

@@ -53,9 +53,9 @@ def test_the_tokens_are_the_question():
     assert prompt.task["answer"] == sum(operands(prompt))
 
 
-def play(env, prompt, text):
+def play(env, prompt, text, stop=StopReason.EOS):
     async def sample() -> Any:
-        return SimpleNamespace(text=text)
+        return SimpleNamespace(text=text, completion=SimpleNamespace(stop=stop))
 
     return asyncio.run(env.play(prompt, sample)).total
 
@@ -65,6 +65,7 @@ def test_the_solution_earns_the_reward_and_what_is_not_a_number_does_not():
     prompt = env.prompt(Uid(0, 0))
     answer = prompt.task["answer"]
     assert play(env, prompt, env.solution(prompt)) == 1
+    assert play(env, prompt, env.solution(prompt), StopReason.LENGTH) == 0
     sum_itself = prompt.task["question"][len("What is ") : -1]
     for text in (
         f"\\boxed{{{answer + 1}}}",

@@ -1,5 +1,6 @@
 """Checkpoints under fire: whatever happens to the files, the newest whole one is used."""
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from telescope_jax.config import CheckpointConfig
+from telescope_jax.interfaces import Checkpoint
 from telescope_jax.learner.checkpoint import Checkpoints
 from telescope_jax.learner.fingerprint import differences, fingerprints
 from telescope_jax.learner.learner import describe
+from telescope_jax.run_checkpoints import RunCheckpoints
 
 
 def state(step: int) -> dict[str, Any]:
@@ -194,6 +198,31 @@ def test_weights_only_can_be_exported_and_not_gone_on_from(tmp_path: Path) -> No
     assert found is not None and fingerprints(found[1]) == fingerprints(whole["params"])
     with pytest.raises(ValueError, match="holds weights only .*save_training_state=False"):
         checkpoints.restore(describe(state(0)))
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_takes_no_whole_ones_place(tmp_path: Path) -> None:
+    make(tmp_path, 2, 4).close()
+    truncate(tmp_path / "step_000004")
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    restored = checkpoints.restore(describe(state(0)))
+    assert restored is not None and restored.step == 2
+    checkpoints.save(state(3))
+    checkpoints.close()
+    assert checkpoints.steps() == [2, 3, 4], "two whole ones, and what a person may look into"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_config_decides_whether_more_than_weights_is_kept(tmp_path: Path, whole: bool) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    saver = RunCheckpoints(checkpoints, CheckpointConfig(save_training_state=whole))
+    due = ((2, state(2)["params"]),)
+    asyncio.run(saver.save(Checkpoint(3, state(3), {"cursor": 9}, (), due)))
+    asyncio.run(saver.finish())
+    found = {path.name for path in (tmp_path / "step_000003").iterdir() if path.is_dir()}
+    assert found == {"params", "host"} | ({"opt_state", "evals"} if whole else set())
+    (host,) = (tmp_path / "step_000003" / "host").rglob("metadata")
+    assert ("cursor" in host.read_text()) == whole
     checkpoints.close()
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from telescope_jax.config import EngineConfig
 from telescope_jax.envs.judge import LIMIT_TAG, score_in_pool
-from telescope_jax.inference.engine_client import EngineProcess
+from telescope_jax.inference.questions import Questions
 from telescope_jax.inference.wire import pack_completion
 from telescope_jax.interfaces import EngineError, RewardError, RewardTimeout
 from telescope_jax.ledger import DropReason, Place
@@ -98,8 +97,8 @@ def test_a_reply_that_is_lost_is_an_engine_error_after_its_timeout() -> None:
 
 def test_a_reply_that_comes_twice_counts_once() -> None:
     async def main() -> None:
-        process = EngineProcess({}, EngineConfig(), Path("unused.log"))
-        answer = process._pending[7] = asyncio.get_running_loop().create_future()
+        questions = Questions()
+        answer = questions.pending[7] = asyncio.get_running_loop().create_future()
         spans = (VersionSpan(0, 0, 2),)
         import numpy as np
 
@@ -107,9 +106,9 @@ def test_a_reply_that_comes_twice_counts_once() -> None:
             np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, StopReason.EOS
         )
         message = ["answer", 7, pack_completion(completion)]
-        process._handle(message)
-        process._handle(message)
-        process._handle(["refused", 7, "EngineError", "too late"])
+        questions.hear(message)
+        questions.hear(message)
+        questions.hear(["refused", 7, "EngineError", "too late"])
         assert (await answer).tokens.tolist() == [3, 4]
 
     asyncio.run(main())

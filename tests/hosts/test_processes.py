@@ -63,7 +63,7 @@ def single(mesh: MeshConfig) -> tuple[list[np.ndarray], dict]:
 
 @pytest.mark.deadline(200)
 def test_five_updates_of_two_processes_are_those_of_one(tmp_path: Path, started):
-    """DESIGN 6: 1e-5 relative in float32, whatever the mesh and the number of processes. And what
+    """1e-5 relative in float32, whatever the mesh and the number of processes. And what
     two wrote, weights and checkpoint, one reads."""
     port = free_port()
     script = str(ROOT / "tests" / "hosts" / "five_updates.py")

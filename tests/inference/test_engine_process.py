@@ -125,7 +125,7 @@ def test_both_hosts_give_the_same_bits(loaded: Rig):
 
 
 def test_the_eval_engine_holds_its_version_while_training_moves_on(loaded: Rig):
-    """DESIGN 3.9, OR-04."""
+    """OR-04."""
     before = loaded.run(loaded.held.sample(prompt(0), settings()))
     loaded.run(loaded.train.load(loaded.refs[1]))
     assert (loaded.train.version, loaded.held.version) == (1, 0)
@@ -164,7 +164,7 @@ def test_cancelling_reaches_the_process(loaded: Rig):
         return loaded.train.metrics()["cancelled"]
 
     assert loaded.run(run()) > 0
-    assert loaded.process._pending == {}
+    assert loaded.process.questions.pending == {}
 
 
 def test_a_killed_process_fails_what_waits_on_it_and_can_be_replaced(loaded: Rig):
@@ -204,7 +204,7 @@ def test_a_killed_process_fails_what_waits_on_it_and_can_be_replaced(loaded: Rig
 
 
 def test_more_deaths_than_allowed_are_an_error_with_the_reason(loaded: Rig):
-    """DESIGN 3.10: a component that fails is restarted, or ends the run with its own error."""
+    """A component that fails is restarted, or ends the run with its own error."""
 
     async def run() -> None:
         loaded.process.restarts = CONFIG.max_restarts

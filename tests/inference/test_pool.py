@@ -107,7 +107,7 @@ def test_a_deploy_reaches_every_server_and_the_version_is_the_lowest(at_once: bo
     assert [script.version for script in scripts] == [5, 5, 5]
 
 
-def test_a_request_during_a_swap_waits_for_the_new_version():  # DESIGN 3.8
+def test_a_request_during_a_swap_waits_for_the_new_version():
     script = Script()
 
     async def use(pool: Pool):

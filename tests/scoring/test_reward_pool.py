@@ -32,7 +32,9 @@ def scratch(tmp_path, monkeypatch):
 
 def run(story, **settings):
     async def main():
-        settings_ = {"workers": 1, "timeout_s": 20.0, "grace_s": 20.0, **settings}
+        # Not confined: the functions tell the tests what they do through files.
+        settings_ = {"workers": 1, "timeout_s": 20.0, "grace_s": 20.0, "confined": False}
+        settings_ |= settings
         async with asyncio.timeout(60), RewardPool(**settings_) as pool:
             return await story(pool)
 
@@ -87,7 +89,7 @@ def test_a_call_that_never_ends_is_killed_on_its_deadline_and_the_worker_goes_on
 
 
 def test_memory_is_bounded_and_the_next_call_has_it_again():
-    """Issue: a reward that eats memory."""
+    """A reward that eats memory reaches its limit; its worker serves the next one."""
 
     async def story(pool):
         with pytest.raises(AnswerLimit, match="memory"):
@@ -269,7 +271,8 @@ def test_workers_and_calls_die_with_a_parent_that_is_killed(tmp_path):
         from telescope_jax.scoring.reward_pool import RewardPool
         sys.path.insert(0, {os.getcwd()!r})
         async def main():
-            await RewardPool(workers=1).call("{F}:hang", {str(tmp_path / "pid")!r}, timeout_s=300)
+            pool = RewardPool(workers=1, confined=False)
+            await pool.call("{F}:hang", {str(tmp_path / "pid")!r}, timeout_s=300)
         asyncio.run(main())
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
@@ -313,7 +316,7 @@ def test_a_worker_that_cannot_start_says_why():
 
 
 def test_a_limit_hit_twice_is_a_wrong_answer_with_a_tag(tmp_path):
-    """DESIGN 3.7: twice, in fresh processes; anything else stays an infrastructure failure."""
+    """Twice, in fresh processes; anything else stays an infrastructure failure."""
 
     async def story(pool):
         counted = tmp_path / "count"
