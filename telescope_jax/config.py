@@ -226,7 +226,7 @@ class EngineConfig:
     deploy_at_once: bool = False
     """vllm: new weights go to all servers at the same time, not to one after another."""
     handshake_tol: float = 0.0
-    """vllm: greatest difference of trainer and engine in one log-prob, nats; 0 decides by
+    """vllm: most that trainer and engine differ by in 19 of 20 log-probs, nats; 0 decides by
     policy.compute_dtype."""
     server_arguments: tuple[str, ...] = ()
     """vllm: further arguments of each server's command line."""

@@ -1,9 +1,9 @@
 """Do engine and trainer mean the same by a log-prob? A probe asks the engine, and compares.
 
 The engine completes a few fixed prompts at a temperature that is not 1, and the trainer's model
-scores the same tokens. Where they differ by more than the tolerance, the difference is explained:
-raw log-probs, a shift by one, the weights of another version, other numerics, or another model.
-Every one of them would train silently on a wrong importance ratio.
+scores the same tokens. Where they differ by more than the tolerance allows, the difference is
+explained: raw log-probs, a shift by one, the weights of another version, other numerics, or another
+model. Every one of them would train silently on a wrong importance ratio.
 """
 
 import asyncio
@@ -18,8 +18,12 @@ from telescope_jax.types import Completion, SamplingParams, WeightsRef
 
 PROBE_TEMPERATURE = 0.6
 TOLERANCES = {"float32": 0.01, "bfloat16": 0.3}
-"""Greatest difference of one log-prob, nats, by compute dtype. Measured with vLLM 0.32 on CPU and a
-0.5M-parameter model: 1e-4 in float32."""
+"""What 19 of 20 log-probs must agree within, nats, by compute dtype. Measured with vLLM 0.32 on CPU
+and a 0.5M-parameter model: 1e-4 in float32, 0.011 in bfloat16 at the start."""
+
+_RARE = 10.0
+"""The twentieth may be so many times further off: bfloat16 rounds a logit to one part in 256, so an
+unlikely token of a sharp policy is off by much (seen: 0.345 nats after 15 updates)."""
 
 _PROMPTS, _PROMPT_TOKENS, _SAMPLED_TOKENS = 4, 6, 16
 _OTHER_NUMERICS = 0.5
@@ -45,10 +49,14 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far apart the two were, over all probed tokens, in nats."""
+    """How far apart the two were, over all probed tokens, in nats; `usual` holds for 19 of 20."""
 
     greatest: float
+    usual: float
     mean: float
+
+    def within(self, tolerance: float) -> bool:
+        return self.usual <= tolerance and self.greatest <= _RARE * tolerance
 
 
 class Handshake:
@@ -61,7 +69,7 @@ class Handshake:
         Args:
           vocab_size: prompts are drawn from all of it.
           context: most tokens of a sequence.
-          tolerance: greatest difference of one log-prob that passes, nats.
+          tolerance: of 19 in 20 log-probs, nats; the others may differ ten times as much.
         """
         self._reference, self._tolerance = reference, tolerance
         width = max(1, min(_PROMPT_TOKENS, context // 2))
@@ -105,7 +113,7 @@ class Handshake:
         engine = [completion.logprobs for completion in completions]
         expected = self._reference.logprobs(ref, rows, PROBE_TEMPERATURE)
         agreement = compare(engine, expected)
-        if agreement.greatest <= self._tolerance:
+        if agreement.within(self._tolerance):
             return agreement
         others = {"raw": self._reference.logprobs(ref, rows, 1.0)}
         for old in older:
@@ -117,7 +125,7 @@ class Handshake:
                 continue  # it was pruned meanwhile; one explanation fewer
         raise HandshakeError(
             f"version {ref.version}: engine and trainer differ by up to {agreement.greatest:.3g} "
-            f"nats (mean {agreement.mean:.3g}) on the same tokens, "
+            f"nats ({agreement.usual:.3g} on 19 of 20 tokens, mean {agreement.mean:.3g}), "
             f"engine.handshake_tol={self._tolerance:g}: "
             + diagnose(engine, expected, others, tolerance=self._tolerance)
         )
@@ -127,7 +135,8 @@ def compare(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Agreeme
     """Absolute differences over all tokens; a difference that is no number is infinite."""
     differences = np.abs(np.concatenate(ours) - np.concatenate(theirs))
     differences = np.where(np.isfinite(differences), differences, np.inf)
-    return Agreement(float(differences.max()), float(differences.mean()))
+    usual = np.quantile(differences, 0.95, method="higher")
+    return Agreement(float(differences.max()), float(usual), float(differences.mean()))
 
 
 def diagnose(
@@ -149,7 +158,7 @@ def diagnose(
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if len(a)]
         if not pairs:
             return False
-        return compare([a for a, _ in pairs], [b for _, b in pairs]).greatest <= tolerance
+        return compare([a for a, _ in pairs], [b for _, b in pairs]).within(tolerance)
 
     if "raw" in others and fits(engine, others["raw"]):
         return (

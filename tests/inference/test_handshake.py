@@ -41,6 +41,17 @@ def test_every_difference_gets_its_own_explanation(engine, others, words: str):
     assert words in diagnose(engine, EXPECTED, others, tolerance=0.01)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "by", "passes"),
+    [(1, 0.09, True), (1, 0.2, False), (2, 0.09, False), (24, 0.009, True)],
+)
+def test_one_token_in_twenty_may_be_ten_times_as_far_off(wrong: int, by: float, passes: bool):
+    """Of 24 tokens 1 is less than one in twenty, 2 are more."""
+    engine = np.concatenate(EXPECTED)
+    engine[:wrong] += by
+    assert compare([engine], [np.concatenate(EXPECTED)]).within(0.01) == passes
+
+
 def test_rows_of_one_token_do_not_pass_for_a_shift():
     short = [row[:1] for row in EXPECTED]
     words = diagnose([row - 5 for row in short], short, {}, tolerance=0.01)
