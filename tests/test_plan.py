@@ -77,7 +77,7 @@ def test_microbatches_hold_every_episode_at_its_longest():
     config = tiny()
     config.groups_per_batch, config.group_size = 10, 8
     config.batch.seq_len, config.batch.rows_per_microbatch = 60, 4
-    assert config.context() == 26
+    assert config.context() == 24
     assert plan.microbatches(config) == 10  # two episodes a row, four rows a microbatch
 
 
