@@ -206,7 +206,7 @@ def test_a_server_that_dies_is_started_again_until_it_has_died_too_often(
     monkeypatch.setenv("TELESCOPE_ENGINE_KEY", "secret")
     monkeypatch.setattr(serve, "check_can_start", lambda *_: None)
     shape = serve.server_shape(vllm_config(), tmp_path, "0.0.0.0")
-    assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 26
+    assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 24
     assert (Path(shape.model) / "config.json").exists()
 
     def dies(shape, *, name: str, port: int) -> list[str]:
