@@ -35,25 +35,29 @@ class DueEvals:
 
     Args:
       schedule: None evaluates nothing.
-      on_record: versions that an earlier start of this run has evaluated.
+      start: where this process goes on from.
+      on_record: versions that an earlier one has evaluated; those after `start` are trained again,
+        and evaluated again.
       waiting: versions that waited when it was cut.
     """
 
     def __init__(
         self,
         schedule: EvalSchedule | None,
+        start: Version,
         on_record: frozenset[int] = frozenset(),
         waiting: Sequence[Version] = (),
     ) -> None:
-        self._schedule, self._on_record = schedule, on_record
+        self._schedule = schedule
         self._waiting = deque(one for one in waiting if schedule and one[0] not in on_record)
         self.done_here = 0
         """Evals of this process."""
+        if start[0] not in on_record | {version for version, _ in waiting}:
+            self.offer(*start)
 
     def offer(self, version: int, params: Params) -> None:
-        """A version is there; it waits from now on if it is to be evaluated, and was not yet."""
-        known = self._on_record | {waiting for waiting, _ in self._waiting}
-        if self._schedule and self._schedule.includes(version) and version not in known:
+        """A new version is there; from now on it waits, if it is to be evaluated."""
+        if self._schedule and self._schedule.includes(version):
             self._waiting.append((version, params))
 
     def done(self) -> int:

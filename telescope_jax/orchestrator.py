@@ -130,7 +130,7 @@ class Orchestrator:
         self._newest: Version = (trainer.step, trainer.params)
         self._batches: deque[Assembled] = deque()
         when = EvalSchedule(schedule.number_of_steps, schedule.eval_every, schedule.eval_at_start)
-        self._evals = DueEvals(when if evaluator else None, evaluated, pending_evals)
+        self._evals = DueEvals(when if evaluator else None, self._newest, evaluated, pending_evals)
         self._evaluated = trainer.step  # what an eval engine holds, and may have to load again
         self._steps_here = 0  # since this process started
         self._doing = Doing()
@@ -152,7 +152,6 @@ class Orchestrator:
         Raises:
           The error of whichever part failed, as that part raised it.
         """
-        self._evals.offer(*self._newest)
         self._spans = Spans(self._now, self._now() if self._began is None else self._began)
         await self._load(*self._first_deploy())
         self._assemble()
