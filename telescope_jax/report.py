@@ -7,6 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -45,12 +46,11 @@ def command_again(flags: Sequence[str], folder: Workdir) -> str:
     return f"{start} {shlex.join([*flags, *([] if given else [f'--workdir={folder.path}'])])}"
 
 
-def how_to_go_on(folder: Workdir) -> str:
-    """What to do with the folder of a finished run."""
-    steps = folder.finished_steps
+def how_to_go_on(folder: Path, steps: int) -> str:
+    """What to do with the folder of a run that has finished all its steps."""
     return row(
         "finished",
-        f"{folder.path} holds this run with all of its {steps} steps\n"
+        f"{folder} holds this run with all of its {steps} steps\n"
         f"more of them: the same command with --config.number_of_steps={2 * steps}\n"
         "once more from the start: another --workdir",
     )

@@ -101,8 +101,9 @@ def run(
             peers.give_up(2, str(error))
         return 2
     again = command_again(typed or [f"--config={config_file}"], folder)
-    if folder.finished_steps >= config.number_of_steps and not peers:
-        print(f"{end_of(folder)}\n{how_to_go_on(folder)}")
+    finished = folder.finished_steps
+    if finished is not None and finished >= config.number_of_steps and not peers:
+        print(f"{end_of(folder)}\n{how_to_go_on(folder.path, finished)}")
         folder.note_end(0)
         folder.close()
         return 0

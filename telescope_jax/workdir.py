@@ -64,8 +64,8 @@ class Workdir:
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
-        self.finished_steps = -1
-        """Steps of the run that the folder held when it was opened, if that had finished."""
+        self.finished_steps: int | None = None
+        """Steps of the run that the folder held when it was opened; None if it had not finished."""
         self.log_file = path / "logs" / "main.log"
         self.metrics_file = path / "metrics" / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -108,7 +108,7 @@ class Workdir:
                 workdir._check_same_run(config)
                 notes = workdir._notes()
                 if notes.get("state") == "finished":
-                    workdir.finished_steps = notes.get("step", -1)
+                    workdir.finished_steps = notes.get("step")
             workdir._write("config.json", config_tree.to_json(config))
             workdir.note(config_file=config_file, pid=os.getpid(), state="running")
         except OSError as error:
