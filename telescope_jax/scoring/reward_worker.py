@@ -143,6 +143,7 @@ def _run_child(
     function: Callable[..., Any], request: dict, setup: dict, scratch: str, sending: int
 ) -> NoReturn:
     """Runs the call and leaves by `_exit`: nothing of the worker's own code may run again here."""
+    own = os.getpid()
     try:
         os.setsid()  # a group of its own, so that what it starts dies with it
         _die_with_parent()
@@ -159,7 +160,8 @@ def _run_child(
         except BaseException as error:
             # Also SystemExit: an answer that exits is a fault of the call, not the end of it.
             data = json.dumps(_error(error)).encode()
-        view = memoryview(data + b"\n")
+        # What the call forked returns here too, and a call has one reply.
+        view = memoryview(data + b"\n" if os.getpid() == own else b"")
         while view:
             view = view[os.write(sending, view) :]
     finally:

@@ -119,6 +119,13 @@ def use(shared, value):
     return [shared["base"] + value, shared["made"]]
 
 
+def fork_and_return():
+    """Both processes return; the copy first."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+    return "the call" if child else "its copy"
+
+
 def spawn_and_hang(path):
     if os.fork() == 0:
         with open(path, "w") as file:

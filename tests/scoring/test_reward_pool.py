@@ -178,6 +178,14 @@ def test_a_grader_that_prints_cannot_forge_a_reply():
     run(story)
 
 
+def test_a_copy_that_a_call_forks_of_itself_does_not_reply():
+    async def story(pool):
+        for _ in range(5):
+            assert await pool.call(f"{F}:fork_and_return") == "the call"
+
+    run(story)
+
+
 def test_what_calls_share_is_made_once_and_no_call_can_change_it():
     async def story(pool):
         given = (f"{F}:make", 7)
