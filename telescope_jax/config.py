@@ -49,6 +49,9 @@ class EnvConfig:
     """Deadline of one grading, seconds."""
     reward_memory_mb: int = 2_048
     """Address-space limit of a grading process, MiB."""
+    reward_confined: bool = True
+    """Keep graders from other files, the network and signals (Linux 5.13; else a warning). False is
+    for an environment's tools that need one of these."""
 
 
 @dataclass(slots=True)
