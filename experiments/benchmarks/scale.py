@@ -300,7 +300,8 @@ def model_alone(servers: int, rollouts: int) -> float:
     return 1e6 * run_virtual(main())[0] / rollouts
 
 
-HEAD = "servers in_flight lead batch busy finished age oldest deaths us model_us mb".split()
+HEAD = ("servers", "in_flight", "lead", "batch", "busy", "finished", "age", "oldest", "deaths")
+HEAD += ("us", "model_us", "mb")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
