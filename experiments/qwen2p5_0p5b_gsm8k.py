@@ -25,6 +25,15 @@ def get_config(arg: str = "") -> Config:
         )
     config = Config()
     config.policy.checkpoint = "Qwen/Qwen2.5-0.5B-Instruct"
+    config.policy.vocab_size = 151_936
+    config.policy.width = 896
+    config.policy.layers = 24
+    config.policy.heads = 14
+    config.policy.kv_heads = 2
+    config.policy.head_dim = 64
+    config.policy.mlp_width = 4_864
+    config.policy.rope_theta = 1e6
+    config.policy.scan_layers = True
     config.policy.compute_dtype = "bfloat16"
     config.policy.remat = "block"
 

@@ -105,6 +105,9 @@ class PolicyConfig:
     """Activations and matmuls; parameters stay float32 and so do logits."""
     remat: Literal["none", "block", "dots"] = "none"
     """What backward recomputes: nothing, each block, or all but matmul results."""
+    scan_layers: bool = False
+    """The trainer runs its layers as one loop: compiling costs the same at any depth, and so does
+    the memory that weights gathered over fsdp take. False writes them out one after another."""
     attention: Literal["auto", "reference", "chunked", "cudnn", "splash"] = "auto"
     """Implementation of attention, kernels/attention."""
     logprob: Literal["auto", "reference", "chunked", "pallas_tpu", "pallas_gpu"] = "auto"
