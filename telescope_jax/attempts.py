@@ -84,7 +84,7 @@ class Attempts:
         self.ledger = Ledger()
         self.inference_step = 0  # batches assembled, so also the number of the next batch
         self.in_flight: dict[Attempt, InFlight] = {}
-        self.held: list[Held] = []
+        self.held: dict[Attempt, Held] = {}  # never more than a batch: it is taken at once
         self.trainable = 0  # groups that ever became trainable, for the watchdog
         self._bound = bound
         self._rules = rules
@@ -94,7 +94,10 @@ class Attempts:
         # batch does not depend on when the failure came.
         self._orders: dict[Uid, int] = {}
         self._admissions = 0
-        self._oldest = math.inf  # no live version is older; spares a look at every live attempt
+        self._oldest = math.inf  # no live version is older; spares a look at the live attempts
+        # Those in flight, by version and in order: there may be far more of them than of a batch,
+        # and none but the stale ones is looked at when something is.
+        self._flying: dict[int, dict[Attempt, None]] = {}
         self._untrainable_in_a_row = 0
         self._finished: list[float] = []  # mean reward of each group since the last report
         self._without_signal = 0
@@ -115,6 +118,7 @@ class Attempts:
             self._orders[attempt.uid] = self._admissions
             self._admissions += 1
         self.in_flight[attempt] = flight
+        self._flying.setdefault(flight.version, {})[attempt] = None
         self._oldest = min(self._oldest, flight.version)
         length, limit = len(flight.prompt.tokens), self._rules.max_prompt_tokens
         if length > limit:
@@ -133,10 +137,10 @@ class Attempts:
         if self._rules.drop_zero_advantage and zero_advantage(rewards_G):
             self._end(attempt, DropReason.ZERO_ADVANTAGE, f"every reward is {rewards_G[0]:g}")
             return
-        del self.in_flight[attempt]
+        self._land(attempt)
         self._oldest = min(self._oldest, group.oldest_version)
         self.ledger.hold(attempt)
-        self.held.append(Held(attempt, group, self._orders[attempt.uid]))
+        self.held[attempt] = Held(attempt, group, self._orders[attempt.uid])
         self.trainable += 1
         self._untrainable_in_a_row = 0
 
@@ -159,14 +163,22 @@ class Attempts:
         batch = self.inference_step
         if not self._bound.is_stale(oldest_version=self._oldest, batch=batch):
             return  # asked for every group that finishes, and nearly always so
-        held = [(h.attempt, h.group.oldest_version, DropReason.STALE_IN_QUEUE) for h in self.held]
-        playing = [(a, f.version, DropReason.STALE_IN_FLIGHT) for a, f in self.in_flight.items()]
+        held = [
+            (attempt, held.group.oldest_version, DropReason.STALE_IN_QUEUE)
+            for attempt, held in self.held.items()
+            if self._bound.is_stale(oldest_version=held.group.oldest_version, batch=batch)
+        ]
+        playing = [
+            (attempt, version, DropReason.STALE_IN_FLIGHT)
+            for version in sorted(self._flying)
+            if self._bound.is_stale(oldest_version=version, batch=batch)
+            for attempt in self._flying[version]
+        ]
         # Each goes to the front of the queue, so the last one dropped is the first one tried again.
         for attempt, version, reason in reversed(held + playing):
-            if self._bound.is_stale(oldest_version=version, batch=batch):
-                self.cancel(attempt, reason, f"version {version} cannot join batch {batch}")
-        live = [h.group.oldest_version for h in self.held]
-        self._oldest = min([*live, *(f.version for f in self.in_flight.values())], default=math.inf)
+            self.cancel(attempt, reason, f"version {version} cannot join batch {batch}")
+        live = [held.group.oldest_version for held in self.held.values()]
+        self._oldest = min([*live, *self._flying], default=math.inf)
 
     def take_batch(self) -> tuple[Held, ...] | None:
         """The groups of the next batch, oldest version first; None while too few are held."""
@@ -176,8 +188,9 @@ class Attempts:
         size = self._bound.groups_per_batch
         if len(self.held) < size:
             return None
-        self.held.sort(key=lambda held: (held.group.oldest_version, held.order))
-        members, self.held = tuple(self.held[:size]), self.held[size:]
+        ordered = sorted(self.held.values(), key=lambda h: (h.group.oldest_version, h.order))
+        members = tuple(ordered[:size])
+        self.held = {held.attempt: held for held in ordered[size:]}
         self.ledger.batch(member.attempt for member in members)
         self.inference_step += 1
         return members
@@ -206,7 +219,7 @@ class Attempts:
 
     def state(self, batched: Sequence[Held]) -> tuple[dict[str, Any], list[Group]]:
         """For a checkpoint: JSON values, and the groups that are held or in `batched`."""
-        held = [*batched, *self.held]
+        held = [*batched, *self.held.values()]
         values = {
             "ledger": self.ledger.state(),
             "prompts": self._prompts.state(),
@@ -231,10 +244,10 @@ class Attempts:
         self._without_signal = values["without_signal"]
         self._untrainable_in_a_row = values["untrainable_in_a_row"]
         attempts = [Attempt(Uid(e, i), n) for e, i, n in values["held"]]
-        self.held = [
-            Held(attempt, group, self._orders[attempt.uid])
+        self.held = {
+            attempt: Held(attempt, group, self._orders[attempt.uid])
             for attempt, group in zip(attempts, groups, strict=True)
-        ]
+        }
         self._oldest = min((group.oldest_version for group in groups), default=math.inf)
 
     def _end(self, attempt: Attempt, reason: DropReason, detail: str = "") -> None:
@@ -258,11 +271,17 @@ class Attempts:
             self._count_untrainable(reason, detail)
 
     def _remove(self, attempt: Attempt) -> Prompt:
-        if flight := self.in_flight.pop(attempt, None):
-            return flight.prompt
-        held = next(held for held in self.held if held.attempt == attempt)
-        self.held.remove(held)
-        return held.group.prompt
+        if attempt in self.in_flight:
+            return self._land(attempt).prompt
+        return self.held.pop(attempt).group.prompt
+
+    def _land(self, attempt: Attempt) -> InFlight:
+        flight = self.in_flight.pop(attempt)
+        alike = self._flying[flight.version]
+        del alike[attempt]
+        if not alike:
+            del self._flying[flight.version]
+        return flight
 
     def _count_untrainable(self, reason: DropReason, detail: str) -> None:
         self._untrainable_in_a_row += 1

@@ -8,7 +8,7 @@ The rules are in `config_rules.py`, the command line that fills the tree in `fla
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from telescope_jax.config_rules import rules
+from telescope_jax.config_rules import rules, warnings
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "cispo", "gspo", "sapo"]
 Advantages = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
@@ -49,6 +49,9 @@ class EnvConfig:
     """Deadline of one grading, seconds."""
     reward_memory_mb: int = 2_048
     """Address-space limit of a grading process, MiB."""
+    reward_confined: bool = True
+    """Keep graders from other files, the network and signals (Linux 5.13; else a warning). False is
+    for an environment's tools that need one of these."""
 
 
 @dataclass(slots=True)
@@ -216,6 +219,12 @@ class EngineConfig:
     """jax: decode steps in one jitted call; a cancel or new weights wait for at most one call."""
     prefill_rows: int = 16
     """jax: prompts prefilled in one call; a fixed shape, so that results do not depend on load."""
+    distort_temperature: float = 1.0
+    """jax, for studies: training answers are sampled at this times sampling.temperature, which the
+    trainer goes on scoring at: a sampler that differs on purpose. Its log-probs are those of what
+    it sampled from. 1 = off; evals are never distorted."""
+    distort_int8: bool = False
+    """jax, for studies: the training engine rounds its weight matrices to 8 bits. False = off."""
     start_timeout_s: float = 300.0
     """Longest wait for an engine to come up, seconds."""
     request_timeout_s: float = 600.0
@@ -377,20 +386,7 @@ class Config:
 
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant, for the start of the log."""
-        ahead, off_policy = self.max_async_rollout, self.max_off_policy_steps
-        found = []
-        if 0 <= off_policy < ahead:
-            found.append(
-                f"max_off_policy_steps={off_policy} is below max_async_rollout={ahead}: inference "
-                f"runs {off_policy} steps ahead, since what starts earlier would be dropped"
-            )
-        if 1 < self.group_size < 4:
-            found.append(
-                f"group_size={self.group_size}: at a binary reward of mean p, a share of "
-                f"p^{self.group_size} + (1 − p)^{self.group_size} of the groups has no signal "
-                "(rollout/no_signal_fraction); a flat curve may mean only that"
-            )
-        return found
+        return warnings(self)
 
     def check(self) -> None:
         """Every rule that joins fields, or bounds one.

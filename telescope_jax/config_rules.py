@@ -89,6 +89,7 @@ def bounds(config: "Config") -> list[Rule]:
         "loss.sapo_tau_negative": config.loss.sapo_tau_negative,
         "optimizer.learning_rate": config.optimizer.learning_rate,
         "optimizer.eps": config.optimizer.eps,
+        "engine.distort_temperature": config.engine.distort_temperature,
         "engine.start_timeout_s": config.engine.start_timeout_s,
         "engine.request_timeout_s": config.engine.request_timeout_s,
         "eval.timeout_s": config.eval.timeout_s,
@@ -125,6 +126,7 @@ def bounds(config: "Config") -> list[Rule]:
     }
     finite = {
         "sampling.temperature": config.sampling.temperature,
+        "engine.distort_temperature": config.engine.distort_temperature,
         "policy.norm_eps": config.policy.norm_eps,
         "policy.rope_theta": config.policy.rope_theta,
         "optimizer.learning_rate": config.optimizer.learning_rate,
@@ -288,6 +290,13 @@ def engine_rules(config: "Config") -> list[Rule]:
             "server can read them; leave it at True",
         ),
         (
+            config.engine.kind == "jax"
+            or (config.engine.distort_temperature == 1 and not config.engine.distort_int8),
+            f"engine.distort_temperature={config.engine.distort_temperature}, engine.distort_int8="
+            f"{config.engine.distort_int8} distort the embedded engine alone, and the handshake "
+            "would refuse such a server; set them to 1.0 and False, or engine.kind=jax",
+        ),
+        (
             not config.engine.urls or not config.eval.servers,
             f"eval.servers={config.eval.servers} are started here, beside engine.urls that are "
             "not; set eval.servers=0",
@@ -303,3 +312,27 @@ def engine_rules(config: "Config") -> list[Rule]:
             f"{fractions[1]}: nothing is left for anybody else; set both below 1",
         ),
     ]
+
+
+def warnings(config: "Config") -> list[str]:
+    """What is allowed and probably not meant; see `Config.warnings`."""
+    ahead, off_policy = config.max_async_rollout, config.max_off_policy_steps
+    found = []
+    if 0 <= off_policy < ahead:
+        found.append(
+            f"max_off_policy_steps={off_policy} is below max_async_rollout={ahead}: inference "
+            f"runs {off_policy} steps ahead, since what starts earlier would be dropped"
+        )
+    if 1 < config.group_size < 4:
+        found.append(
+            f"group_size={config.group_size}: at a binary reward of mean p, a share of "
+            f"p^{config.group_size} + (1 − p)^{config.group_size} of the groups has no signal "
+            "(rollout/no_signal_fraction); a flat curve may mean only that"
+        )
+    if config.engine.distort_temperature != 1 or config.engine.distort_int8:
+        found.append(
+            f"engine.distort_temperature={config.engine.distort_temperature:g}, "
+            f"engine.distort_int8={config.engine.distort_int8}: the sampler differs from the "
+            "trainer on purpose"
+        )
+    return found

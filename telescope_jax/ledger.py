@@ -4,7 +4,9 @@
 
 An attempt is (uid, attempt number). It moves dispatched → in flight → held → batched → trained, or
 is dropped on the way for one reason of a closed list. `check()` compares the counter of dispatches
-with all the places, so a lost or doubled attempt is an error at the step where it happened.
+with all the places, so a lost or doubled attempt is an error at the step where it happened. One
+that stands in the wrong place is found when the places are counted anew, once for as many moves as
+attempts are live: so a check costs the same for each of them, however many are in flight.
 """
 
 import enum
@@ -69,6 +71,7 @@ class Ledger:
         self.dropped: Counter[DropReason] = Counter()
         self._places: dict[Attempt, Place] = {}
         self._count: Counter[Place] = Counter()
+        self._moves = 0  # since the places were counted
 
     @property
     def admitted(self) -> int:
@@ -88,6 +91,7 @@ class Ledger:
         if attempt in self._places:
             raise LedgerError(f"{attempt} was dispatched while it is {self._places[attempt].value}")
         self.dispatched += 1
+        self._moves += 1
         self._places[attempt] = Place.IN_FLIGHT
         self._count[Place.IN_FLIGHT] += 1
 
@@ -117,9 +121,16 @@ class Ledger:
 
     def check(self) -> None:
         """Raises LedgerError unless every dispatched attempt is in exactly one place."""
-        places = Counter(self._places.values())
+        counts = self._count
+        if self._moves >= len(self._places):
+            self._moves, counts = 0, Counter(self._places.values())
         found = self.trained + len(self._places) + self.dropped.total()
-        if self.dispatched != found or any(places[p] != self._count[p] for p in Place):
+        live = self._count.total()
+        if (
+            self.dispatched != found
+            or live != len(self._places)
+            or any(counts[p] != self._count[p] for p in Place)
+        ):
             raise LedgerError(
                 f"dispatched {self.dispatched} attempts but found {found}: {self.metrics()}"
             )
@@ -174,4 +185,5 @@ class Ledger:
             found = "not live" if place is None else place.value
             raise LedgerError(f"{attempt} should be {source.value} but is {found}")
         del self._places[attempt]
+        self._moves += 1
         self._count[source] -= 1

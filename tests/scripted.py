@@ -263,7 +263,7 @@ def build(
     env: ScriptedEnv | None = None,
     checkpointer: Any = None,
     trainer_step: int = 0,
-    engine: ScriptedEngine | None = None,
+    engine: Any = None,
     trainer: ScriptedTrainer | None = None,
     store: Any = None,
     evaluator: Any = None,

@@ -5,6 +5,7 @@ program that waits for something no timer will bring is a deadlock, and raises.
 """
 
 import asyncio
+import heapq
 from collections.abc import Coroutine
 from typing import Any
 
@@ -23,11 +24,15 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         if not self._ready:  # type: ignore[attr-defined]
-            timers = [t for t in self._scheduled if not t.cancelled()]  # type: ignore[attr-defined]
+            timers = self._scheduled  # type: ignore[attr-defined]
+            while timers and timers[0].cancelled():
+                # As asyncio does before it looks at the first one; its heap stays its own.
+                self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+                heapq.heappop(timers)._scheduled = False
             if not timers:
                 waiting = "; ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
                 raise Deadlock(f"no timer is set and all tasks wait: {waiting}")
-            self._virtual_now = max(self._virtual_now, min(t.when() for t in timers))
+            self._virtual_now = max(self._virtual_now, timers[0].when())
         super()._run_once()  # type: ignore[misc]
 
 

@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import os
 import random
 import subprocess
@@ -35,6 +34,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from experiments.benchmarks.modelled import answer, heavy_tailed, store_without_delay
 from telescope_jax.assembly import AssemblySettings, assemble
 from telescope_jax.attempts import AttemptRules, Attempts
 from telescope_jax.chat import CharTokenizer
@@ -58,7 +58,6 @@ from telescope_jax.types import (
     Prompt,
     Reward,
     SamplingParams,
-    StopReason,
     Uid,
     VersionSpan,
 )
@@ -81,9 +80,7 @@ class BatchedEngine(ScriptedEngine):
         self.stepper: asyncio.Task[None] | None = None
 
     def length(self) -> int:
-        # exp(N(−σ²/2, σ²)) has mean 1.
-        draw = math.exp(self.rng.gauss(-(self.sigma**2) / 2, self.sigma))
-        return max(1, round(MEAN_LENGTH * min(draw, 4.0)))
+        return max(1, round(heavy_tailed(self.rng, mean=MEAN_LENGTH, sigma=self.sigma, most=4.0)))
 
     async def sample(self, tokens: Sequence[int], sampling: SamplingParams) -> Completion:
         version = self.version
@@ -92,12 +89,7 @@ class BatchedEngine(ScriptedEngine):
         if self.stepper is None or self.stepper.done():
             self.stepper = asyncio.ensure_future(self._step())
         await done
-        return Completion(
-            np.full(1, 3, np.int32),
-            np.zeros(1, np.float32),
-            (VersionSpan(version, 0, 1),),
-            StopReason.EOS,
-        )
+        return answer(1, (VersionSpan(version, 0, 1),))
 
     async def _step(self) -> None:
         while self.active or self.waiting:
@@ -116,13 +108,19 @@ class BatchedEngine(ScriptedEngine):
 
 def virtual_run(sigma: float, lead: int, train_s: float) -> tuple[Run, float]:
     """One run; returns it with its virtual duration."""
-    run = build(steps=UPDATES, groups=GROUPS, size=SIZE, lead=lead, update_s=lambda step: train_s)
+    run = build(
+        steps=UPDATES,
+        groups=GROUPS,
+        size=SIZE,
+        lead=lead,
+        update_s=lambda step: train_s,
+        store=store_without_delay(),
+    )
     engine = run.engine
     engine.__class__ = BatchedEngine
     assert isinstance(engine, BatchedEngine)
     engine.start(sigma)
     engine.load_s = 0.0
-    run.orchestrator._store.publish_s = 0.0  # type: ignore[attr-defined]
     _, took = run_virtual(run.orchestrator.run())
     return run, took
 

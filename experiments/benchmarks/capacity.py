@@ -15,22 +15,18 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from telescope_jax.loop_guard import LoopGuard, calm_collector
-from telescope_jax.types import (
-    Completion,
-    LossStats,
-    Prompt,
-    Reward,
-    SamplingParams,
-    StopReason,
-    VersionSpan,
-    WeightsRef,
+from experiments.benchmarks.modelled import (
+    DrawnRewards,
+    InstantTrainer,
+    answer,
+    store_without_delay,
 )
-from tests.scripted import NO_STATS, ScriptedEngine, ScriptedEnv, ScriptedTrainer, build
+from telescope_jax.loop_guard import LoopGuard, calm_collector
+from telescope_jax.types import Completion, SamplingParams, VersionSpan, WeightsRef
+from tests.scripted import ScriptedEngine, build
 
 GROUPS, SIZE, IN_FLIGHT = 64, 8, 10_000
 
@@ -55,8 +51,7 @@ class FloodEngine(ScriptedEngine):
             loop.call_soon(self._pump, 0)
         await done
         self.answered += 1
-        spans = (VersionSpan(version, 0, 14),)
-        return Completion(_TOKENS, _LOGPROBS, spans, StopReason.EOS)
+        return answer(14, (VersionSpan(version, 0, 14),))
 
     def _pump(self, before: int) -> None:
         count = len(self.waiting)
@@ -76,22 +71,6 @@ class FloodEngine(ScriptedEngine):
         self.loads.append(ref.version)
         for server in self.served:
             server.append((0.0, ref.version))
-
-
-_TOKENS, _LOGPROBS = np.full(14, 3, np.int32), np.full(14, -1.0, np.float32)
-
-
-class InstantTrainer(ScriptedTrainer):
-    async def update(self, batch: Sequence[Any]) -> LossStats:
-        await asyncio.sleep(0)
-        self.step += 1
-        return NO_STATS
-
-
-class InstantEnv(ScriptedEnv):
-    async def play(self, prompt: Prompt, sample: Any) -> Reward:
-        await sample()
-        return Reward(self.rng.random())
 
 
 class ComputedLag:
@@ -138,11 +117,11 @@ def capacity(steps: int, profile: bool) -> dict[str, float]:
         size=SIZE,
         lead=lead,
         off_policy=-1,
-        env=InstantEnv(rng, size=100_000),
+        env=DrawnRewards(rng, size=100_000),
         engine=engine,
         trainer=InstantTrainer(lambda step: 0.0),
+        store=store_without_delay(),
     )
-    run.orchestrator._store.publish_s = 0.0  # type: ignore[attr-defined]
 
     calm_collector()
 

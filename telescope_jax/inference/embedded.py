@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from telescope_jax.config import EngineConfig, PolicyConfig
 from telescope_jax.inference.decoding import Decoding
+from telescope_jax.inference.distortion import EightBitReader
 from telescope_jax.inference.jax_engine import EngineThread, JaxEngine, Reader
 from telescope_jax.model.decoder import Decoder
 
@@ -36,7 +37,10 @@ def build_engines(
     *,
     names: Sequence[str],
 ) -> dict[str, JaxEngine]:
-    """Engines of this process that share their compiled functions and their thread."""
+    """Engines of this process that share their compiled functions and their thread.
+
+    Only the one called "train" is distorted, where `config` asks for it.
+    """
     decoding = Decoding(
         Decoder(policy, shape.vocab_size),
         slots=config.slots,
@@ -47,7 +51,13 @@ def build_engines(
         eos_ids=shape.eos_ids,
     )
     thread = EngineThread()
+    timeout_s, factor = config.request_timeout_s, config.distort_temperature
+    sampled = EightBitReader(store) if config.distort_int8 else store
     return {
-        name: JaxEngine(decoding, store, thread, request_timeout_s=config.request_timeout_s)
+        name: JaxEngine(
+            decoding, sampled, thread, request_timeout_s=timeout_s, temperature_factor=factor
+        )
+        if name == "train"
+        else JaxEngine(decoding, store, thread, request_timeout_s=timeout_s)
         for name in names
     }

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -121,6 +122,7 @@ class JaxEngine:
         *,
         sharding: jax.sharding.Sharding | None = None,
         request_timeout_s: float = 600.0,
+        temperature_factor: float = 1.0,
     ):
         """
         Args:
@@ -129,11 +131,13 @@ class JaxEngine:
           thread: what steps this engine; it ends with the last engine that it steps.
           sharding: where weights and slots live; None is the first local device.
           request_timeout_s: longest wait for one completion, seconds.
+          temperature_factor: multiplies every request's temperature; see distortion.py.
         """
         self._decoding, self._store, self._thread = decoding, store, thread
         one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self._sharding = sharding or one_device
         self._request_timeout_s = request_timeout_s
+        self._temperature_factor = temperature_factor
         self._batcher = Batcher(decoding, self._sharding)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: dict[Request, Callable[[Completion | Exception], None]] = {}
@@ -182,7 +186,7 @@ class JaxEngine:
             raise EngineError("the engine is closed")
         request = check_request(
             tokens,
-            sampling,
+            replace(sampling, temperature=sampling.temperature * self._temperature_factor),
             context=self._decoding.context,
             vocab_size=self._decoding.decoder.vocab_size,
         )

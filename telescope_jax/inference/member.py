@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from telescope_jax.inference.server_process import ServerProcess, free_port, new_key
 from telescope_jax.inference.vllm_server import (
@@ -120,13 +120,42 @@ class AttachedSource:
         return None, client
 
 
+T = TypeVar("T")
+
+
+class _Told(Generic[T]):
+    """A field of a member whose every change is told to whoever routes requests."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, member: "Member", owner: type) -> T:
+        return getattr(member, self._slot)
+
+    def __set__(self, member: "Member", value: T) -> None:
+        setattr(member, self._slot, value)
+        member.tell(member)
+
+
+def _nobody(member: "Member") -> None: ...
+
+
 class Member:
-    """One place of a pool."""
+    """One place of a pool.
+
+    `tell` is called with the member after each change of version, serving, swapping or in_flight.
+    """
+
+    version = _Told[int]()
+    serving = _Told[bool]()
+    swapping = _Told[bool]()
+    in_flight = _Told[int]()
 
     def __init__(self, source: Source, *, start_timeout_s: float) -> None:
         self._source, self._start_timeout_s = source, start_timeout_s
         self._process: ServerProcess | None = None
         self._client: VllmClient | None = None
+        self.tell: Callable[[Member], None] = _nobody
         self.version = NO_VERSION
         self.ready = False
         self.serving = False

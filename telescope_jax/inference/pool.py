@@ -19,6 +19,7 @@ from functools import partial
 
 from telescope_jax.inference.handshake import Handshake, HandshakeError
 from telescope_jax.inference.member import NO_VERSION, Member
+from telescope_jax.inference.routes import Routes
 from telescope_jax.inference.vllm_server import WeightsRefused
 from telescope_jax.interfaces import EngineError, EngineLost
 from telescope_jax.types import Completion, SamplingParams, WeightsRef
@@ -46,6 +47,7 @@ class Pool:
           at_once: deploy to all servers at the same time, not to one after another.
         """
         self._members, self._handshake = list(members), handshake
+        self._routes = Routes(self._members)
         self._max_restarts, self._at_once = max_restarts, at_once
         self._newest: WeightsRef | None = None
         self._older: list[WeightsRef] = []
@@ -65,9 +67,9 @@ class Pool:
     @property
     def version(self) -> int:
         """The lowest version that a new request may meet; -1 before the first load."""
-        serving = [member.version for member in self._members if member.serving]
-        if serving:
-            return min(serving)
+        oldest = self._routes.oldest_served
+        if oldest is not None:
+            return oldest
         return self._newest.version if self._newest else NO_VERSION
 
     async def start(self) -> None:
@@ -164,10 +166,9 @@ class Pool:
 
     async def _choose(self, group: str) -> Member:
         def choice() -> Member | None:
-            free = [member for member in self._members if member.takes_requests]
-            if group in self._groups and self._groups[group][0] in free:
+            if group in self._groups and self._groups[group][0].takes_requests:
                 return self._groups[group][0]
-            return min(free, key=lambda member: member.in_flight, default=None)
+            return self._routes.least_loaded()
 
         if self._lost is not None or (member := choice()) is None:
             self._waiting += 1

@@ -1,0 +1,47 @@
+"""Sums of three digits for a policy of 20,000 parameters: the smallest thing that learns.
+
+    ./run.sh --config=experiments/small_sums.py
+
+For sweeps: one run takes about 20 s of one core, most of it not compilation. `experiments/math.py`
+is the study that one should look at first. The engine shares the trainer's process and memory.
+"""
+
+from telescope_jax.config import Config
+
+
+def get_config(arg: str = "") -> Config:
+    """`arg`: "" only."""
+    if arg:
+        raise ValueError(f"experiments/small_sums.py knows no variant {arg!r}; use none")
+    config = Config()
+    config.number_of_steps = 150
+    config.groups_per_batch = 16
+    config.group_size = 8
+    config.algorithm = "dr_grpo"
+    config.max_off_policy_steps = -1
+    config.eval_every = 50
+
+    config.env.terms = 2
+    config.sampling.max_tokens = 12
+    config.sampling.max_prompt_tokens = 16
+
+    config.policy.width = 64
+    config.policy.heads = 4
+    config.policy.head_dim = 16
+    config.policy.mlp_width = 128
+
+    config.warm_start.steps = 400
+    config.warm_start.until_probability = 0.3
+
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 5
+
+    config.batch.seq_len = 112
+    config.batch.rows_per_microbatch = 4
+    config.batch.minibatches = 2
+
+    config.engine.own_process = False
+    config.eval.items = 16
+    config.checkpoint.save_training_state = False
+    config.log.rollouts_every = 0
+    return config
