@@ -39,6 +39,7 @@ def get_config(arg: str = "7b") -> Config:
     config.policy.head_dim = 128
     config.policy.rope_theta = 1e6
     config.policy.tied_embeddings = False
+    config.policy.scan_layers = True
     config.policy.compute_dtype = "bfloat16"
     config.policy.remat = "block"
 

@@ -4,6 +4,7 @@
     … --config.policy.checkpoint=/models/Qwen2.5-0.5B-Instruct
     … --config.env.options="{'train_file': 'train.jsonl', 'eval_file': 'test.jsonl'}"
     … --config=experiments/qwen2p5_0p5b_gsm8k.py:vllm       # the same GPU, shared with vLLM
+    python -m telescope_jax.plan --config=experiments/qwen2p5_0p5b_gsm8k.py:sizes --topology=v5e:2x2
 
 Model and data come from the hub, or from a local folder and JSON Lines files. GRPO with truncated
 importance sampling; the KL to the first policy is off, as is usual for verifiable rewards.
@@ -18,13 +19,15 @@ from telescope_jax.config import Config
 
 
 def get_config(arg: str = "") -> Config:
-    """`arg`: "", the embedded engine, which shares the trainer's parameters; or "vllm"."""
-    if arg not in ("", "vllm"):
+    """`arg`: "", the embedded engine, which shares the trainer's parameters; "vllm"; or "sizes":
+    what the checkpoint would say, for a plan without it."""
+    if arg not in ("", "vllm", "sizes"):
         raise ValueError(
-            f"experiments/qwen2p5_0p5b_gsm8k.py knows no variant {arg!r}; use none, or vllm"
+            f"experiments/qwen2p5_0p5b_gsm8k.py knows no variant {arg!r}; use none, vllm or sizes"
         )
     config = Config()
     config.policy.checkpoint = "Qwen/Qwen2.5-0.5B-Instruct"
+    config.policy.scan_layers = True
     config.policy.compute_dtype = "bfloat16"
     config.policy.remat = "block"
 
@@ -58,4 +61,13 @@ def get_config(arg: str = "") -> Config:
         config.placement.engine_devices = ("0",)
         config.placement.trainer_memory_fraction = 0.45
         config.placement.engine_memory_fraction = 0.45
+    elif arg == "sizes":
+        config.policy.vocab_size = 151_936
+        config.policy.width = 896
+        config.policy.layers = 24
+        config.policy.heads = 14
+        config.policy.kv_heads = 2
+        config.policy.head_dim = 64
+        config.policy.mlp_width = 4_864
+        config.policy.rope_theta = 1e6
     return config

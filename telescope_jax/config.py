@@ -49,6 +49,9 @@ class EnvConfig:
     """Deadline of one grading, seconds."""
     reward_memory_mb: int = 2_048
     """Address-space limit of a grading process, MiB."""
+    reward_confined: bool = True
+    """Keep graders from other files, the network and signals (Linux 5.13; else a warning). False is
+    for an environment's tools that need one of these."""
 
 
 @dataclass(slots=True)
@@ -102,6 +105,9 @@ class PolicyConfig:
     """Activations and matmuls; parameters stay float32 and so do logits."""
     remat: Literal["none", "block", "dots"] = "none"
     """What backward recomputes: nothing, each block, or all but matmul results."""
+    scan_layers: bool = False
+    """The trainer runs its layers as one loop: compiling costs the same at any depth, and so does
+    the memory that weights gathered over fsdp take. False writes them out one after another."""
     attention: Literal["auto", "reference", "chunked", "cudnn", "splash"] = "auto"
     """Implementation of attention, kernels/attention."""
     logprob: Literal["auto", "reference", "chunked", "pallas_tpu", "pallas_gpu"] = "auto"

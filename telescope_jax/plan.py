@@ -4,8 +4,9 @@
     python -m telescope_jax.plan --config=experiments/qwen2p5.py:7b --topology=v5e:16x16
 
 The real functions of the update are compiled by the accelerator's own compiler, for the mesh and
-the batch of the study. Memory, operations and collectives are the compiler's; the time is a
-prediction from data sheets, with its assumptions. Nothing runs, and no weights are read.
+the batch of the study. Memory is the compiler's account; operations and collectives are counted in
+its program (hlo.py), loops in full; the time is a prediction from data sheets, with its
+assumptions. Nothing runs, and no weights are read.
 
 Exit codes: 0 it fits; 1 it does not; 2 refused before any work.
 """
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from telescope_jax import extras, flags
+from telescope_jax import extras, flags, hlo
 from telescope_jax.config import Config
 
 OWN_FLAGS = {
@@ -27,11 +28,6 @@ OWN_FLAGS = {
     "mfu": flags.Flag(0.5, "Share of the peak rate that matrix products are taken to reach."),
 }
 GIB = 1 << 30
-_ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
-_COLLECTIVE = re.compile(
-    r"= (?P<shape>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-    r"(-start)?\("
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,10 +55,11 @@ class Program:
 
     Attributes:
       arguments, temporary, outputs: bytes of memory; what is donated counts as an argument only.
-      flops: operations, by the compiler's count; a kernel's own are not in it.
+      flops: of matrix products; a kernel's own are not in it.
       accessed: bytes read and written.
       collectives: kind -> (how many, bytes that arrive).
       compile_s: seconds it took.
+      open_loops: loops of unknown length, counted as one turn.
     """
 
     arguments: float
@@ -72,6 +69,7 @@ class Program:
     accessed: float
     collectives: Mapping[str, tuple[int, float]]
     compile_s: float
+    open_loops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,32 +126,18 @@ def _compile(lowered: Any) -> Program | OutOfMemory:
         used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
         words = f"{used[1]} of {used[2]}" if used else str(error).splitlines()[0]
         return OutOfMemory(words)
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    seconds = time.monotonic() - started
+    memory, counts = compiled.memory_analysis(), hlo.count(compiled.as_text())
     return Program(
         arguments=float(memory.argument_size_in_bytes),
         temporary=float(memory.temp_size_in_bytes),
         outputs=float(memory.output_size_in_bytes - memory.alias_size_in_bytes),
-        flops=float(costs.get("flops", 0.0)),
-        accessed=float(costs.get("bytes accessed", 0.0)),
-        collectives=collectives(compiled.as_text()),
-        compile_s=time.monotonic() - started,
+        flops=counts.flops,
+        accessed=counts.accessed,
+        collectives=counts.collectives,
+        compile_s=seconds,
+        open_loops=counts.open_loops,
     )
-
-
-def collectives(hlo: str) -> dict[str, tuple[int, float]]:
-    """Kind -> (how many, bytes of their results on one device), of an optimized program's text."""
-    found: dict[str, tuple[int, float]] = {}
-    for match in _COLLECTIVE.finditer(hlo):
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match["shape"])
-        sizes = [
-            _ITEMSIZE.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
-            for kind, dims in shapes
-        ]
-        # What is started has operands and results in its type: the larger half is what arrives.
-        size = max(sizes, default=0) if match[0].endswith("-start(") else sum(sizes)
-        count, total = found.get(match["kind"], (0, 0.0))
-        found[match["kind"]] = (count + 1, total + size)
-    return found
 
 
 def microbatches(config: Config) -> int:
@@ -173,7 +157,7 @@ def predicted_s(program: Program, chip: Chip, flops: float, mfu: float) -> dict[
     """Seconds by cause: arithmetic, memory, links.
 
     Args:
-      flops: of one device: the compiler's count, or 8·params·tokens where kernels hide theirs.
+      flops: of one device: those counted, or 8·params·tokens where kernels hide theirs.
     """
     moved = sum(size for _, size in program.collectives.values())
     return {
@@ -225,8 +209,13 @@ def report(
             f"  HBM     {used / GIB:.2f} of {chip.memory / GIB:.2f} GiB a device: "
             f"{program.arguments / GIB:.2f} arguments, {program.temporary / GIB:.2f} temporary, "
             f"{program.outputs / GIB:.2f} new, {beside / GIB:.2f} beside it (optimizer state)",
-            f"  FLOPs   {program.flops:.3g} counted by the compiler"
-            + (f", {model_flops:.3g} by the model" if name == "accumulate" else ""),
+            f"  FLOPs   {program.flops:.3g} in products outside of kernels"
+            + (f", {model_flops:.3g} by the model" if name == "accumulate" else "")
+            + (
+                f"; {program.open_loops} loops of unknown length counted once"
+                if program.open_loops
+                else ""
+            ),
             f"  links   {moved or 'none'}",
             f"  time    {parts}",
         ]

@@ -74,6 +74,7 @@ def build_task(config: Config) -> Task:
             workers=config.env.reward_workers,
             timeout_s=config.env.reward_timeout_s,
             memory_bytes=config.env.reward_memory_mb << 20,
+            confined=config.env.reward_confined,
             preload=() if config.env.name == "sums" else ("telescope_jax.envs.symbolic",),
         )
         env = build_env(config, tokenizer, rewards)

@@ -78,6 +78,7 @@ MODULES: list[tuple[str, int, str]] = [
     ("telescope_jax.eval", COMMAND, "eval"),
     ("telescope_jax.export", COMMAND, "export"),
     ("telescope_jax.plan", COMMAND, "main"),
+    ("telescope_jax.hlo", GROUND, "hlo"),
     ("telescope_jax.grid", GROUND, "grid"),
     ("telescope_jax.sweep", COMMAND, "sweep"),
     ("telescope_jax.sweep_points", COMMAND, "sweep"),

@@ -47,22 +47,6 @@ def test_a_plan_of_devices_that_are_here_counts_their_very_bytes():
     assert "data 1 × fsdp 4 × tensor 2" in text
 
 
-def test_collectives_are_counted_with_what_arrives():
-    hlo = """
-  %a = f32[8,16]{1,0} all-gather(f32[1,16]{1,0} %x), dimensions={0}
-  %b = (bf16[4]{0}, bf16[32]{0}) all-gather-start(bf16[4]{0} %y), dimensions={0}
-  %b2 = bf16[32]{0} all-gather-done((bf16[4]{0}, bf16[32]{0}) %b)
-  %c = (f32[10]{0}, f32[20]{0}) all-reduce(f32[10]{0} %p, f32[20]{0} %q), to_apply=%add
-  %d = f32[2]{0} reduce-scatter(f32[16]{0} %r), dimensions={0}
-  %e = f32[2]{0} add(f32[2]{0} %d, f32[2]{0} %d)
-"""
-    assert plan.collectives(hlo) == {
-        "all-gather": (2, 8 * 16 * 4 + 64),
-        "all-reduce": (1, 120),
-        "reduce-scatter": (1, 8),
-    }
-
-
 def test_times_follow_the_data_sheet():
     chip = plan.Chip(flops=100.0, memory=1.0, memory_bytes_per_s=10.0, link_bytes_per_s=5.0)
     program = Program(0, 0, 0, 0.0, 20.0, {"all-gather": (3, 15.0)}, 0)

@@ -15,18 +15,19 @@ Kernels are [in, out]. A tied model has one embedding and no unembed.
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from telescope_jax.config import PolicyConfig
 from telescope_jax.model.layers import Block, KvCache, Rotary, Stack
 from telescope_jax.model.rope import YarnScaling, inverse_frequencies, scaling_of
-from telescope_jax.sharding import constrain
+from telescope_jax.sharding import constrain, shardings
 from telescope_jax.types import Params
 
 
@@ -97,8 +98,11 @@ class Decoder:
         stack = self._bind(params)
         x = self._constrain(stack.lookup(tokens), "residual")
         block = self._remat(lambda b, x: b.packed(x, segments, positions)[0])
-        for layer in stack.layers:
-            x = block(layer, x)
+        if self.config.scan_layers:
+            x = self._scanned(block, stack.layers[0], params["layers"], x)
+        else:
+            for layer in stack.layers:
+                x = block(layer, x)
         return self._constrain(stack.final_norm(x), "residual")
 
     def unembedding(self, params: Params) -> tuple[jax.Array, Literal["vd", "dv"]]:
@@ -178,16 +182,58 @@ class Decoder:
         layers = {int(index): layer for index, layer in params["layers"].items()}
         return nnx.merge(self._graph, {**params, "layers": layers})
 
+    def _scanned(
+        self, apply: Callable[[Block, jax.Array], jax.Array], first: Block, layers: Params, x: Array
+    ) -> Array:
+        """`apply` of every layer in turn, as one loop over their stacked parameters.
+
+        A layer's weights are gathered over fsdp inside the loop, one layer at a time: the stack is
+        split as its layers are, and so is what a turn takes out of it.
+        """
+        graph, _ = nnx.split(first)
+        in_order = [layers[key] for key in sorted(layers, key=int)]
+        specs = in_order[0] if self.mesh is None else shardings(in_order[0], self.mesh)
+
+        def cast(path: tuple, leaf: Array) -> Array:
+            # Where the modules would cast anyway; a norm multiplies by its scale in float32.
+            return leaf if path[-1].key == "scale" else leaf.astype(self.dtype)
+
+        def pin(leaf: Array, where: Any, *, stacked: bool) -> Array:
+            if self.mesh is None:
+                return leaf
+            spec = P(None, *where.spec) if stacked else where.spec
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
+
+        def stack(where: Any, *leaves: Array) -> Array:
+            return pin(jnp.stack(leaves), where, stacked=True)
+
+        # Cast before stacking: the copy is of the smaller type.
+        narrow = [jax.tree_util.tree_map_with_path(cast, layer) for layer in in_order]
+        stacked = jax.tree.map(stack, specs, *narrow)
+
+        def turn(x: Array, layer: Params) -> tuple[Array, None]:
+            layer = jax.tree.map(functools.partial(pin, stacked=False), layer, specs)
+            return apply(nnx.merge(graph, layer), x), None
+
+        return jax.lax.scan(turn, x, stacked)[0]
+
     def _remat(self, apply: Callable[[Block, jax.Array], jax.Array]) -> Callable:
         """`apply(block, x)`, of which backward recomputes what `config.remat` says."""
         if self.config.remat == "none":
             return apply
         keep_dots = self.config.remat == "dots"
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if keep_dots else None
+        # A loop already keeps the recomputation apart from the first run; without one, XLA would
+        # see the same operations twice and keep the first results.
+        apart = not self.config.scan_layers
 
         def apply_remat(block: Block, x: jax.Array) -> jax.Array:
             graph, state = nnx.split(block)
-            run = jax.checkpoint(lambda state, x: apply(nnx.merge(graph, state), x), policy=policy)
+            run = jax.checkpoint(
+                lambda state, x: apply(nnx.merge(graph, state), x),
+                policy=policy,
+                prevent_cse=apart,
+            )
             return run(state, x)
 
         return apply_remat

@@ -25,19 +25,25 @@ _TCP = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
 
+def landlock_version() -> int:
+    """Of the running kernel; 0 where there is none (another system, or one built without it)."""
+    if sys.platform != "linux":
+        return 0
+    size, system = ctypes.c_size_t(0), ctypes.CDLL(None, use_errno=True)
+    return max(0, system.syscall(_CREATE_RULESET, None, size, _VERSION_FLAG))
+
+
 def confine(folder: str) -> bool:
     """From here on this process changes files in `folder` alone, opens no TCP connection, and
     signals nobody but its own children; each as far as the kernel can.
 
     Returns:
-      False where there is no Landlock (another system, or one that was built without it).
+      False where there is no Landlock, or it refuses.
     """
-    if sys.platform != "linux":
-        return False
-    system = ctypes.CDLL(None, use_errno=True)
-    version = system.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    version = landlock_version()
     if version < 1:
         return False
+    system = ctypes.CDLL(None, use_errno=True)
     files = _CHANGE_FILES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     asked = struct.pack("=Q", files)
     if version >= 4:

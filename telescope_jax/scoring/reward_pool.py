@@ -17,6 +17,7 @@ belongs to the event loop of its first call.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -25,7 +26,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from telescope_jax.interfaces import RewardError, RewardTimeout
+from telescope_jax.scoring.confinement import landlock_version
 from telescope_jax.scoring.reward_worker import MAX_REPLY
+
+log = logging.getLogger(__name__)
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -184,6 +188,13 @@ class RewardPool:
     async def _start(self) -> "_Worker":
         if self._closed:
             raise RewardError("the reward pool is closed")
+        if self._setup["confined"] and not self._counts["started"] and not landlock_version():
+            log.warning(
+                "graders can reach files and the network: this kernel has no Landlock (Linux 5.13 "
+                "or later, built with it). They still run in killable processes with limits; with "
+                "an environment that evaluates answers, run as a user who owns nothing, or in a "
+                "container"
+            )
         self._counts["started"] += 1
         worker = await _Worker.start(self._setup)
         if self._closed:

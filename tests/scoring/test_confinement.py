@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from telescope_jax.interfaces import RewardError
+from telescope_jax.scoring import reward_pool
 from telescope_jax.scoring.confinement import confine
 from telescope_jax.scoring.reward_pool import RewardPool
 
@@ -22,7 +23,7 @@ def kernel_can() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-pytestmark = pytest.mark.skipif(not kernel_can(), reason="the kernel has no Landlock")
+landlock = pytest.mark.skipif(not kernel_can(), reason="the kernel has no Landlock")
 
 
 def attempt(name: str, *args: object, confined: bool = True) -> object:
@@ -33,6 +34,22 @@ def attempt(name: str, *args: object, confined: bool = True) -> object:
     return asyncio.run(main())
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_kernel_that_cannot_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    monkeypatch.setattr(reward_pool, "landlock_version", lambda: version)
+
+    async def main() -> None:
+        async with RewardPool(workers=2) as pool:
+            await pool.prewarm()
+
+    asyncio.run(main())
+    said = [r for r in caplog.records if "no Landlock" in r.message]
+    assert len(said) == (version == 0)
+
+
+@landlock
 @pytest.mark.parametrize("name", ["create", "overwrite", "append", "delete", "rename", "link"])
 def test_a_call_changes_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     """The same function does its deed when it is not confined, or it would prove nothing."""
@@ -46,10 +63,12 @@ def test_a_call_changes_no_file_outside_its_folder(tmp_path: Path, name: str) ->
     assert changed or there.read_text() != "kept"
 
 
+@landlock
 def test_a_call_has_its_own_folder_to_write_in() -> None:
     assert attempt("use_own_folder") == "written"
 
 
+@landlock
 def test_a_call_signals_nobody_and_connects_to_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
