@@ -14,16 +14,16 @@ def get_config(arg: str = "") -> Config:
     if arg:
         raise ValueError(f"experiments/small_sums.py knows no variant {arg!r}; use none")
     config = Config()
-    config.number_of_steps = 150
+    config.number_of_steps = 120
     config.groups_per_batch = 16
     config.group_size = 8
     config.algorithm = "dr_grpo"
     config.max_off_policy_steps = -1
-    config.eval_every = 50
+    config.eval_every = 40
 
-    config.env.terms = 2
+    config.env.terms = 3
     config.sampling.max_tokens = 12
-    config.sampling.max_prompt_tokens = 16
+    config.sampling.max_prompt_tokens = 20
 
     config.policy.width = 64
     config.policy.heads = 4
@@ -37,11 +37,14 @@ def get_config(arg: str = "") -> Config:
     config.optimizer.warmup_steps = 5
 
     config.batch.seq_len = 112
-    config.batch.rows_per_microbatch = 4
+    config.batch.rows_per_microbatch = 20
     config.batch.minibatches = 2
 
+    config.loss.drop_zero_advantage = False
+
     config.engine.own_process = False
-    config.eval.items = 16
+    config.engine.slots = 128
+    config.eval.items = 128
     config.checkpoint.save_training_state = False
     config.log.rollouts_every = 0
     return config

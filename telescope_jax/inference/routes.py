@@ -46,7 +46,9 @@ class Routes:
         if before != served:
             self._served[place] = served
             if before is not None:
-                self._versions -= Counter([before])
+                self._versions[before] -= 1
+                if not self._versions[before]:
+                    del self._versions[before]
             if served is not None:
                 self._versions[served] += 1
         if member.takes_requests:
