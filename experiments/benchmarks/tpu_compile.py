@@ -258,7 +258,9 @@ def main() -> None:
             line = f"{vmem} | {got.temporary / MIB:.0f} | {got.seconds:.0f}"
             print(f"| {chip} | {title} | {line} |", flush=True)
 
-    print("\n| chip, 4 of them | model | state GiB | temp GiB | peak of HBM GiB | VMEM | compile s |")
+    print(
+        "\n| chip, 4 of them | model | state GiB | temp GiB | peak of HBM GiB | VMEM | compile s |"
+    )
     print("|---|---|---|---|---|---|---|")
     for chip in chips:
         for name in models:
