@@ -77,6 +77,13 @@ MODELS = {"qwen2.5-0.5b": QWEN_05B, "qwen2.5-3b": QWEN_3B}
 """Sizes as in the models' config.json."""
 
 
+_KERNEL = re.compile(
+    r'%([A-Za-z_]\w*)[.\d]* = [^\n]*custom_call_target="tpu_custom_call".*?'
+    r'"used_scoped_memory_configs":\[(?:\{[^}]*?"size":"(\d+)")?',
+    re.DOTALL,  # some kernels bring texts of several lines with them
+)
+
+
 class Compiled(NamedTuple):
     """What the compiler says of one program; bytes of one device."""
 
@@ -118,13 +125,8 @@ def compile_for(function: Any, *arguments: Any) -> Compiled:
 
 def _kernels(hlo: str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for line in hlo.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
-            continue
-        name = re.match(r"\s*(?:ROOT )?%?([A-Za-z_]\w*)", line)
-        used = re.search(r'"used_scoped_memory_configs":\[\{[^}]*?"size":"(\d+)"', line)
-        key = name.group(1) if name else "kernel"
-        found[key] = max(found.get(key, 0), int(used.group(1)) if used else 0)
+    for name, size in _KERNEL.findall(hlo):
+        found[name] = max(found.get(name, 0), int(size or 0))
     return found
 
 

@@ -173,6 +173,7 @@ def _run(
 ) -> Array:
     """The checked arrays of one device through the implementation `name`."""
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    more: dict[str, Any]
     if name == "splash":
         more = {} if place is None else {"key_segments": place.key_segments, "kernel": place.kernel}
         out = splash.attention(q, k, v, segments, factor, interpret=interpret, **more)
