@@ -3,8 +3,8 @@
     python -m telescope_jax.plan --config=experiments/qwen2p5.py:7b --topology=v5e:16x16
     python -m telescope_jax.plan --config=experiments/qwen2p5.py:32b --topology=v5e:16x16
 
-Neither has been run, and their plans have not been waited for yet (docs/results.md): the sizes are
-written here so that a plan needs no checkpoint. How to start one on many hosts: docs/launch.md.
+Neither has been run. What their plans say is in docs/results.md; the sizes are written here so that
+a plan needs no checkpoint. How to start one on many hosts: docs/launch.md.
 """
 
 from telescope_jax.config import Config

@@ -202,6 +202,9 @@ class MeshConfig:
     """Parts that the parameters and the optimizer state are split into."""
     tensor: int = 1
     """Parts that heads, MLP and vocabulary are split into."""
+    context: int = 1
+    """Parts that each row's tokens are split into, for rollouts too long for one device; parameters
+    and optimizer state are split over fsdp × context."""
 
 
 @dataclass(slots=True)

@@ -60,6 +60,7 @@ def bounds(config: "Config") -> list[Rule]:
         "mesh.data": (config.mesh.data, 1),
         "mesh.fsdp": (config.mesh.fsdp, 1),
         "mesh.tensor": (config.mesh.tensor, 1),
+        "mesh.context": (config.mesh.context, 1),
         "engine.slots": (config.engine.slots, 1),
         "engine.tokens_per_call": (config.engine.tokens_per_call, 1),
         "engine.prefill_rows": (config.engine.prefill_rows, 1),
@@ -195,6 +196,11 @@ def joint_rules(config: "Config") -> list[Rule]:
             rows % devices == 0,
             f"batch.rows_per_microbatch={rows} does not divide over data × fsdp = {devices} "
             f"devices; set it to a multiple of {devices}",
+        ),
+        (
+            config.batch.seq_len % max(1, config.mesh.context) == 0,
+            f"batch.seq_len={config.batch.seq_len} does not divide over mesh.context="
+            f"{config.mesh.context}; set it to a multiple of {config.mesh.context}",
         ),
         (
             config.batch.seq_len >= longest,

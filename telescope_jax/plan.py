@@ -178,7 +178,8 @@ def report(
 ) -> tuple[str, bool]:
     """The text of the plan, and whether it fits."""
     rows, seq_len = config.batch.rows_per_microbatch, config.batch.seq_len
-    mesh = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in ("data", "fsdp", "tensor"))
+    axes = ("data", "fsdp", "tensor") + (("context",) if config.mesh.context > 1 else ())
+    mesh = " × ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in axes)
     lines = [
         f"{params / 1e9:.2f}B parameters on {topology} ({devices} devices): {mesh}",
         f"microbatch {rows} × {seq_len} tokens, {config.policy.compute_dtype}, "
@@ -262,6 +263,11 @@ def advice(config: Config, programs: Mapping[str, Program | OutOfMemory], chip: 
     rows = config.batch.rows_per_microbatch
     if rows > parts:
         ideas.append(f"batch.rows_per_microbatch={max(parts, rows // 2 // parts * parts)}")
+    if rows <= parts and config.mesh.fsdp > 1:
+        ideas.append(
+            f"mesh.context={config.mesh.context * 2} with mesh.fsdp={config.mesh.fsdp // 2} (rows "
+            "split over devices too, half of them at once)"
+        )
     if config.mesh.data > 1:
         ideas.append(f"mesh.data=1 with mesh.fsdp={parts} (one copy of the parameters)")
     if config.mesh.tensor < config.policy.kv_heads:

@@ -1,7 +1,12 @@
 """Where every array lies: the mesh, one rule list for parameters, one table for activations.
 
 Axes: `data` holds copies of the parameters, `fsdp` splits them (and the optimizer state), `tensor`
-splits heads, MLP and vocabulary. Rows of a batch are split over data × fsdp.
+splits heads, MLP and vocabulary, `context` splits the tokens of each row. Rows of a batch are split
+over data × fsdp.
+
+Parameters are split over fsdp × context. The devices of a row's parts would otherwise hold the same
+state and repeat each other's optimizer; a layer is gathered before it is used either way, and its
+gradient is summed over both axes either way.
 
 A parameter is placed by the first rule whose regex matches the end of its path, so the rules place
 Adam's moments too, which repeat the paths. A scalar lies everywhere.
@@ -20,9 +25,11 @@ from jax.sharding import PartitionSpec as P
 
 from telescope_jax.config import MeshConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 ROWS = ("data", "fsdp")
 """The axes that the rows of a batch are split over."""
+TOKENS = (*ROWS, "context")
+"""The axes that its tokens are split over: rows, and each row's tokens."""
 
 Rules = Sequence[tuple[str, P]]
 
@@ -37,37 +44,36 @@ RULES: Rules = (
     (r"norm/scale", P()),
 )
 """Kernels are [in, out]: what enters a branch is split by output, what leaves it by input, so that
-a branch needs one all-reduce over `tensor`."""
+a branch needs one all-reduce over `tensor`. "fsdp" stands for fsdp × context; see `fsdp_axes`."""
 
 ACTIVATIONS: dict[str, P] = {
-    "rows": P(ROWS, None),  # B T
-    "residual": P(ROWS, None, None),  # B T D
-    "heads": P(ROWS, None, "tensor", None),  # B T H K
-    "mlp": P(ROWS, None, "tensor"),  # B T F
+    "rows": P(ROWS, "context"),  # B T
+    "residual": P(ROWS, "context", None),  # B T D
+    "heads": P(ROWS, "context", "tensor", None),  # B T H K
+    "mlp": P(ROWS, "context", "tensor"),  # B T F
     "table": P("tensor", None),  # V D, gathered over fsdp before tokens are looked up
 }
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data × fsdp × tensor over the first devices.
+    """A mesh of data × fsdp × context × tensor over the first devices.
 
     Raises:
       ValueError: there are too few devices, or a process of several has none of its own.
     """
     devices = jax.devices() if devices is None else devices
-    shape = (config.data, config.fsdp, config.tensor)
+    shape = tuple(getattr(config, axis) for axis in AXES)
+    sizes = " × ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
     needed = math.prod(shape)
     whole = {device.process_index for device in devices}
     if len({device.process_index for device in devices[:needed]}) < len(whole):
         raise ValueError(
-            f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
-            f"takes {needed} of {len(devices)} devices and leaves some of {len(whole)} processes "
-            "without one; let the mesh take all devices"
+            f"{sizes} takes {needed} of {len(devices)} devices and leaves some of {len(whole)} "
+            "processes without one; let the mesh take all devices"
         )
     if needed > len(devices):
         raise ValueError(
-            f"mesh.data={config.data} × mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} "
-            f"needs {needed} devices and there are {len(devices)}; make one of them smaller"
+            f"{sizes} needs {needed} devices and there are {len(devices)}; make one of them smaller"
         )
     return Mesh(_laid_out(devices[:needed], shape), AXES)
 
@@ -90,7 +96,10 @@ def _laid_out(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
             "nothing else may be split between slices"
         )
     return mesh_utils.create_hybrid_device_mesh(
-        (data // slices, *rest), (slices, 1, 1), devices, allow_split_physical_axes=True
+        (data // slices, *rest),
+        (slices, *[1] * len(rest)),
+        devices,
+        allow_split_physical_axes=True,
     )
 
 
@@ -122,7 +131,7 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
         elif len(spec) > len(shape):
             problems.append(f"rule {spec} has more dimensions than {name} {list(shape)}")
         else:
-            return NamedSharding(mesh, _divisible(spec, shape, mesh))
+            return NamedSharding(mesh, _split(spec, shape, mesh))
         return NamedSharding(mesh, P())
 
     placed = jax.tree_util.tree_map_with_path(place, tree)
@@ -148,17 +157,22 @@ def constrain(mesh: Mesh | None) -> Callable[[jax.Array, str], jax.Array]:
 
 
 def place_rows(batch: Any, mesh: Mesh) -> Any:
-    """Host arrays [B T] to the devices, rows split over data × fsdp.
+    """Host arrays [B T] to the devices, rows split over data × fsdp and tokens over context.
 
     Raises:
-      ValueError: the rows do not divide over the devices.
+      ValueError: the rows, or their tokens, do not divide over the devices.
     """
-    parts = row_parts(mesh)
+    parts, context = row_parts(mesh), mesh.shape["context"]
     for leaf in jax.tree.leaves(batch):
         if leaf.shape[0] % parts:
             raise ValueError(
                 f"a microbatch of {leaf.shape[0]} rows does not divide over data × fsdp = {parts} "
                 f"devices; set batch.rows_per_microbatch to a multiple of {parts}"
+            )
+        if leaf.shape[1] % context:
+            raise ValueError(
+                f"rows of {leaf.shape[1]} tokens do not divide over mesh.context={context}; set "
+                f"batch.seq_len to a multiple of {context}"
             )
     rows = NamedSharding(mesh, ACTIVATIONS["rows"])
     return jax.tree.map(lambda x: put(x, rows), batch)
@@ -204,6 +218,27 @@ def table(tree: Any, mesh: Mesh) -> str:
 def path_name(path: tuple) -> str:
     """`layers/0/mlp/up/kernel` of a jax key path."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def fsdp_axes(size: int, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that a parameter's dimension of `size` is split over where a rule says "fsdp"."""
+    for axes in (("fsdp", "context"), ("fsdp",)) if mesh.shape["context"] > 1 else (("fsdp",),):
+        if size % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            return axes
+    return ()
+
+
+def _split(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """A parameter's rule, as far as the shape allows."""
+
+    def axes(name: Any, size: int) -> Any:
+        if name != "fsdp":
+            return name
+        found = fsdp_axes(size, mesh)
+        return found if len(found) > 1 else (found or (None,))[0]
+
+    wide = P(*(axes(name, size) for name, size in zip(spec, shape, strict=False)))
+    return _divisible(wide, shape, mesh)
 
 
 def _match(name: str, rules: Rules) -> P | None:

@@ -116,6 +116,13 @@ def test_sequence_mask_bounds_must_be_ordered():
     assert any("sequence_mask_low=2.0" in line for line in problems_of(config))
 
 
+def test_the_tokens_of_a_row_divide_over_context():
+    config = Config()
+    config.batch.seq_len, config.mesh.context = 250, 4
+    words = "batch.seq_len=250 does not divide over mesh.context=4; set it to a multiple of 4"
+    assert words in problems_of(config)
+
+
 def test_every_broken_rule_is_in_one_message():
     config = Config(number_of_steps=0, tis_cap=-1.0)
     config.mesh.data = 0

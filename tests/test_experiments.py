@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT / "experiments" / "qwen2p5_0p5b_gsm8k.py"
 
 
-STUDIES = ["smollm2.py", "smollm2.py:short", GSM8K.name, f"{GSM8K.name}:vllm"]
+STUDIES = ["smollm2.py", "smollm2.py:short", GSM8K.name, f"{GSM8K.name}:vllm", f"{GSM8K.name}:sizes"]
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -23,7 +23,7 @@ def start(workdir: Path, *flags: str, **popen: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "telescope_jax.main"]
     command += ["--config=experiments/math.py:tiny", f"--workdir={workdir}", *flags]
     # One device, as on a laptop; the suite's eight are for meshes.
-    environment = {**os.environ, "XLA_FLAGS": ""}
+    environment = {**os.environ, "XLA_FLAGS": popen.pop("xla_flags", "")}
     popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | popen
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **popen)
 
@@ -65,6 +65,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     code, output = finish(start(workdir))
     assert code == 0, output
     return workdir, output
+
+
+def test_a_run_whose_rows_are_split_over_devices_trains(tmp_path: Path) -> None:
+    """Every axis of the mesh but data; the layers as a loop."""
+    mesh = ["--config.mesh.fsdp=2", "--config.mesh.context=2", "--config.mesh.tensor=2"]
+    few = ["--config.number_of_steps=2", "--config.eval_every=0", "--config.eval.at_start=False"]
+    loop = "--config.policy.scan_layers=True"
+    flags = os.environ["XLA_FLAGS"]
+    code, output = finish(start(tmp_path / "run", *mesh, *few, loop, xla_flags=flags))
+    assert code == 0, output
+    assert trained_steps(tmp_path / "run") == [0, 1]
+    assert all(
+        line["train/grad_norm"] > 0 for line in metrics(tmp_path / "run") if "train/loss" in line
+    )
 
 
 def test_a_run_leaves_metrics_tables_a_picture_and_a_summary(finished: tuple[Path, str]) -> None:

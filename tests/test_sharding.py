@@ -90,6 +90,19 @@ def test_rows_are_split_over_data_and_fsdp_and_must_divide():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
     with pytest.raises(ValueError, match="6 rows does not divide over data × fsdp = 4"):
         place_rows(np.zeros((6, 2)), mesh)
+    mesh = make_mesh(MeshConfig(data=2, context=4))
+    placed = place_rows(np.arange(32).reshape(4, 8), mesh)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
+    with pytest.raises(ValueError, match="rows of 6 tokens do not divide over mesh.context=4"):
+        place_rows(np.zeros((2, 6)), mesh)
+
+
+def test_parameters_are_split_over_fsdp_and_context_as_far_as_they_divide():
+    mesh = make_mesh(MeshConfig(fsdp=2, context=4))
+    found = specs(shapes(), mesh)
+    assert found["layers/0/mlp/up/kernel"] == P(("fsdp", "context"), "tensor")
+    narrow = PolicyConfig(width=12, layers=1, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
+    assert specs(shapes(narrow), mesh)["layers/0/mlp/up/kernel"] == P("fsdp", "tensor")
 
 
 def test_what_a_device_holds_is_its_shards():
@@ -115,7 +128,7 @@ def test_only_copies_of_the_parameters_are_spread_over_slices():
     chips = [Chip(number) for number in range(8)]
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), chips)
     slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices)
-    assert (slices[0] == slices[0, 0, 0]).all() and (slices[1] == slices[1, 0, 0]).all()
-    assert slices[0, 0, 0] != slices[1, 0, 0]
+    first, second = slices[0].ravel(), slices[1].ravel()
+    assert (first == first[0]).all() and (second == second[0]).all() and first[0] != second[0]
     with pytest.raises(ValueError, match="mesh.data=1 does not divide over 2 slices"):
         make_mesh(MeshConfig(fsdp=4, tensor=2), chips)

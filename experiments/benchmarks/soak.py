@@ -325,10 +325,10 @@ def soak(minutes: float, seed: int) -> dict[str, Any]:
 def trend(minutes: Sequence[float], mb: Sequence[float]) -> tuple[float, float, float]:
     """Growth from the first to the last sample by Theil and Sen's line, and its 95 % interval, as
     shares of where it starts: single samples move by 2 %, and the line needs all of them."""
-    slope, intercept, low, high = stats.theilslopes(mb, minutes)
+    line = stats.theilslopes(mb, minutes)
+    slope, intercept, low, high = (float(value) for value in np.array(line))
     share = (minutes[-1] - minutes[0]) / (intercept + slope * minutes[0])
-    growth, low, high = (round(float(one * share), 4) for one in (slope, low, high))
-    return growth, low, high
+    return round(slope * share, 4), round(low * share, 4), round(high * share, 4)
 
 
 def capacity() -> dict[str, Any]:

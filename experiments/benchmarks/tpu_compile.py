@@ -2,7 +2,7 @@
 
     pip install --no-deps --target /some/folder libtpu==0.0.42.1
     PYTHONPATH=/some/folder python -m experiments.benchmarks.tpu_compile                # minutes
-    … --chips v5e --models qwen2.5-0.5b
+    … --chips v5e --models qwen2.5-0.5b --steps_only
 
 Compiled ahead of time for the real devices of a topology; nothing runs. `VMEM` is what the compiler
 gave each kernel of a program, HBM is of one device. `state` of a training step is parameters, both
@@ -57,6 +57,7 @@ QWEN_05B = PolicyConfig(
     rope_theta=1e6,
     compute_dtype="bfloat16",
     remat="block",
+    scan_layers=True,
 )
 QWEN_3B = PolicyConfig(
     family="qwen2",
@@ -70,6 +71,7 @@ QWEN_3B = PolicyConfig(
     rope_theta=1e6,
     compute_dtype="bfloat16",
     remat="block",
+    scan_layers=True,
 )
 MODELS = {"qwen2.5-0.5b": QWEN_05B, "qwen2.5-3b": QWEN_3B}
 """Sizes as in the models' config.json."""
@@ -90,7 +92,7 @@ class Compiled(NamedTuple):
 def mesh_of(chip: str) -> Mesh:
     """Four chips of a kind that need not be here, as fsdp 2 and tensor 2."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return Mesh(np.array(topology.devices[:4]).reshape(1, 2, 2), AXES)
+    return Mesh(np.array(topology.devices[:4]).reshape(1, 2, 1, 2), AXES)
 
 
 def shaped(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
@@ -223,10 +225,16 @@ def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
+def vmem_of(got: Compiled) -> str:
+    """MiB of each kernel, by name."""
+    return ", ".join(f"{name} {size / MIB:.1f}" for name, size in got.kernels.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chips", default=",".join(TOPOLOGIES))
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--steps_only", action="store_true", help="no kernels on their own")
     parser.add_argument("--rows", type=int, default=4, help="of a microbatch")
     parser.add_argument("--tokens", type=int, default=2_048, help="of a row")
     arguments = parser.parse_args()
@@ -234,30 +242,34 @@ def main() -> None:
         [x for x in text.split(",") if x] for text in (arguments.chips, arguments.models)
     )
 
-    print("| chip | program | VMEM MiB by kernel | HBM temp MiB | compile s |")
-    print("|---|---|---|---|---|")
     programs = (
         ("log-probs 4096 × 896 × 151936 bf16", logprobs, (4096, 896, 151936, jnp.bfloat16)),
         ("log-probs 4096 × 4096 × 128256 bf16", logprobs, (4096, 4096, 128256, jnp.bfloat16)),
         ("log-probs 4096 × 896 × 151936 f32", logprobs, (4096, 896, 151936, jnp.float32)),
         ("splash 4 rows of 4096, 14 / 2 heads of 64", splash, (4096, 14, 2, 64)),
     )
-    for chip in chips:
+    if not arguments.steps_only:
+        print("| chip | program | VMEM MiB by kernel | HBM temp MiB | compile s |")
+        print("|---|---|---|---|---|")
+    for chip in () if arguments.steps_only else chips:
         for title, program, sizes in programs:
             got = program(mesh_of(chip), *sizes)
-            vmem = ", ".join(f"{name} {size / MIB:.1f}" for name, size in got.kernels.items())
+            vmem = vmem_of(got)
             line = f"{vmem} | {got.temporary / MIB:.0f} | {got.seconds:.0f}"
             print(f"| {chip} | {title} | {line} |", flush=True)
 
-    print("\n| chip, 4 of them | model | state GiB | temp GiB | peak of HBM GiB | compile s |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "\n| chip, 4 of them | model | state GiB | temp GiB | peak of HBM GiB | VMEM | compile s |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for chip in chips:
         for name in models:
             got = training_step(mesh_of(chip), MODELS[name], arguments.rows, arguments.tokens)
             gib = [x / 2**30 for x in (got.state, got.accumulate.temporary, got.peak)]
             line = f"{gib[0]:.2f} | {gib[1]:.2f} | {gib[2]:.2f} of {HBM_GIB[chip]}"
             seconds = got.accumulate.seconds + got.apply.seconds
-            print(f"| {chip} | {name} | {line} | {seconds:.0f} |", flush=True)
+            vmem = vmem_of(got.accumulate)
+            print(f"| {chip} | {name} | {line} | {vmem} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

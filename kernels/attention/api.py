@@ -1,11 +1,12 @@
 """Attention of packed rows: causal by index, within a segment, grouped key heads."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels.attention import chunked, cudnn, reference, splash
@@ -51,7 +52,8 @@ def attention(
       NotImplementedError: the implementation asked for cannot take the case.
     """
     _check(q, k, v, segments)
-    return _attention(q, k, v, segments, scale, implementation, interpret, jax.devices()[0])
+    name = _name_of(q, q.shape[1], 1, implementation, jax.devices()[0])
+    return _run(name, q, k, v, segments, scale, interpret)
 
 
 def sharded_attention(
@@ -62,81 +64,122 @@ def sharded_attention(
     segments: Int[Array, "B T"],
     mesh: Mesh,
     row_axes: tuple[str, ...] = ("data", "fsdp"),
+    context_axes: tuple[str, ...] = (),
     head_axes: tuple[str, ...] = ("tensor",),
     scale: float | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """`attention` of global arrays, each device doing its own rows and heads; nothing is exchanged.
+    """`attention` of global arrays, each device doing its own rows, queries and heads.
 
-    XLA cannot split a kernel by itself, so a program over several devices needs this one.
+    XLA cannot split a kernel by itself, so a program over several devices needs this one. Only
+    where T is split is anything exchanged: keys, values and segments are gathered and the queries
+    stay, as Llama 3 was trained (Grattafiori et al., "The Llama 3 Herd of Models", 2024, 3.3.2).
+    Parts are contiguous, so of one long rollout the last device does the most; of a row of many
+    rollouts, whose blocks are skipped, each does about as much.
 
     Args:
       q, k, v, segments, scale, implementation, interpret: as in `attention`.
       mesh: its devices; axes that are not named below hold copies.
       row_axes: mesh axes that B is split over.
+      context_axes: mesh axes that T is split over.
       head_axes: mesh axes that heads are split over. Key heads that do not divide are repeated
         until they do.
 
     Raises:
-      ValueError: as `attention`; or B or H does not divide over its axes.
+      ValueError: as `attention`; or B, T or H does not divide over its axes.
       NotImplementedError: as `attention`.
     """
     _check(q, k, v, segments)
     heads, kv_heads = q.shape[2], k.shape[2]
-    local = divided(mesh, {"B": (q.shape[0], row_axes), "H": (heads, head_axes)})
+    sizes = {"B": (q.shape[0], row_axes), "T": (q.shape[1], context_axes), "H": (heads, head_axes)}
+    local = divided(mesh, sizes)
     shards = heads // local["H"]
     if kv_heads % shards:
         copies = math.lcm(kv_heads, shards) // kv_heads
         if heads % (kv_heads * copies):
             copies = heads // kv_heads
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    device = mesh.devices.flat[0]
+    part = jax.ShapeDtypeStruct((*local.values(), q.shape[3]), q.dtype)
+    parts = q.shape[1] // local["T"]
+    name = _name_of(part, q.shape[1], parts, implementation, mesh.devices.flat[0])
+    kernel, kernel_spec = None, None
+    if parts > 1 and name == "splash":
+        kernel = splash.kernel_of(local["H"], q.shape[1], parts=parts, interpret=interpret)
+        where = NamedSharding(mesh, PartitionSpec(None, context_axes))
+        kernel_spec = kernel.manual_sharding_spec(where)
 
-    def of_device(q, k, v, segments):
-        return _attention(q, k, v, segments, scale, implementation, interpret, device)
+    def of_device(q, k, v, segments, kernel):
+        if parts == 1:
+            return _run(name, q, k, v, segments, scale, interpret)
+        whole = (lax.all_gather(x, context_axes, axis=1, tiled=True) for x in (k, v, segments))
+        k, v, key_segments = whole
+        offset = lax.axis_index(context_axes) * q.shape[1]
+        place = _Place(key_segments, offset, kernel)
+        return _run(name, q, k, v, segments, scale, interpret, place)
 
-    heads_spec = PartitionSpec(row_axes, None, head_axes, None)
+    heads_spec = PartitionSpec(row_axes, context_axes, head_axes, None)
+    rows_spec = PartitionSpec(row_axes, context_axes)
     return jax.shard_map(
         of_device,
         mesh=mesh,
-        in_specs=(heads_spec, heads_spec, heads_spec, PartitionSpec(row_axes, None)),
+        in_specs=(heads_spec, heads_spec, heads_spec, rows_spec, kernel_spec),
         out_specs=heads_spec,
         check_vma=False,
-    )(q, k, v, segments)
+    )(q, k, v, segments, kernel)
 
 
-def _attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array,
-    scale: float | None,
-    implementation: str | None,
-    interpret: bool,
-    device: Any,
-) -> Array:
-    """The checked arrays of one device through the implementation that takes them."""
+class _Place(NamedTuple):
+    """Where the queries of a part of a row are among its keys."""
+
+    key_segments: Array
+    offset: Array
+    kernel: Any
+    """Splash's, which knows by itself."""
+
+
+def _name_of(q: Any, keys: int, parts: int, implementation: str | None, device: Any) -> str:
+    """The implementation for one device's queries.
+
+    Args:
+      q: anything with their shape and dtype.
+      parts: devices that a row is split over.
+    """
     order = ORDER.get(device.platform, ORDER["cpu"])
-    if device.platform == "cpu" and q.shape[1] <= SHORT:
+    if device.platform == "cpu" and keys <= SHORT:
         order = ("reference",)
-    name = choose(
+    return choose(
         "attention",
         implementation,
         order,
         {
             "reference": lambda: (),
             "chunked": lambda: (),
-            "cudnn": lambda: cudnn.refusals(q, device),
-            "splash": lambda: splash.refusals(q),
+            "cudnn": lambda: cudnn.refusals(q, keys, device),
+            "splash": lambda: splash.refusals(q, parts=parts),
         },
     )
+
+
+def _run(
+    name: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    scale: float | None,
+    interpret: bool,
+    place: _Place | None = None,
+) -> Array:
+    """The checked arrays of one device through the implementation `name`."""
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if name == "splash":
-        out = splash.attention(q, k, v, segments, factor, interpret=interpret)
+        more = {} if place is None else {"key_segments": place.key_segments, "kernel": place.kernel}
+        out = splash.attention(q, k, v, segments, factor, interpret=interpret, **more)
     else:
+        more = {} if place is None else {"key_segments": place.key_segments, "offset": place.offset}
         run = {"reference": reference, "chunked": chunked, "cudnn": cudnn}[name]
-        out = run.attention(q, k, v, segments, factor)
+        out = run.attention(q, k, v, segments, factor, **more)
     # Also cuts the gradient of padding: nothing of it may reach the parameters.
     return jnp.where((segments != 0)[:, :, None, None], out, jnp.zeros_like(out))
 

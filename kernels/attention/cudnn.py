@@ -14,7 +14,7 @@ LARGEST_MASK = 2**30
 """Bytes of the mask of one call; past it `chunked` is the better bargain."""
 
 
-def refusals(q: jax.Array, device: Any) -> list[str]:
+def refusals(q: jax.ShapeDtypeStruct, keys: int, device: Any) -> list[str]:
     """Why cuDNN cannot take the case on this `jax.Device`; empty if it can."""
     rows, tokens, _, width = q.shape
     reasons = []
@@ -26,20 +26,38 @@ def refusals(q: jax.Array, device: Any) -> list[str]:
         reasons.append(f"heads must be a multiple of 8 and at most 128 wide, not {width}")
     if tokens % 2:
         reasons.append(f"rows must have an even number of tokens, not {tokens}")
-    if 2 * rows * tokens**2 > LARGEST_MASK:
+    if 2 * rows * tokens * keys > LARGEST_MASK:
         reasons.append(f"the mask of {rows} rows of {tokens} tokens passes {LARGEST_MASK} bytes")
     return reasons
 
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B T Hkv K"],
-    v: Float[Array, "B T Hkv K"],
+    k: Float[Array, "B S Hkv K"],
+    v: Float[Array, "B S Hkv K"],
     segments: Int[Array, "B T"],
     scale: float,
+    *,
+    key_segments: Int[Array, "B S"] | None = None,
+    offset: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T H K"]:
-    """Softmax of the allowed scores times v; rows of segment 0 attend to each other."""
-    same = segments[:, None, :, None] == segments[:, None, None, :]
+    """Softmax of the allowed scores times v; rows of segment 0 attend to each other.
+
+    Args:
+      key_segments: the keys' segments, where the queries are a part of the row; else the same.
+      offset: place of the first query among the keys.
+    """
+    keys = segments if key_segments is None else key_segments
+    mask = segments[:, None, :, None] == keys[:, None, None, :]
+    if key_segments is not None:  # cuDNN's own causal mask begins at the first key
+        index = jnp.arange(k.shape[1])
+        mask &= (offset + jnp.arange(q.shape[1])[:, None] >= index[None, :])[None, None]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same, scale=scale, is_causal=True, implementation="cudnn"
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        is_causal=key_segments is None,
+        implementation="cudnn",
     )

@@ -107,7 +107,8 @@ def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
         # The last resort: unlike `Peers` it counts seconds in which the machine stood still.
         heartbeat_timeout_seconds=300,
     )
-    return Peers() if jax.process_count() > 1 else None
+    # Not jax.process_count(): it looks for devices, before run.py says which are the trainer's.
+    return Peers() if distributed.global_state.num_processes > 1 else None
 
 
 class Peers:
@@ -122,7 +123,8 @@ class Peers:
           beat_s: seconds between two of them.
           store: the coordination service's client; None is the one that `join` made.
         """
-        self.count, self.index = jax.process_count(), jax.process_index()
+        runtime = distributed.global_state
+        self.count, self.index = runtime.num_processes, runtime.process_id
         self.on_stop: Callable[[int], object] | None = None
         self.on_death: Callable[[str], object] | None = None
         self._store: Any = store or distributed.global_state.client

@@ -4,8 +4,8 @@ One stack covers three families: Llama; Qwen2, whose q, k and v carry biases; Qw
 pass an RMSNorm a head before the rotation. Everything else that differs is a size.
 
 On a mesh, activations are pinned to the layouts of sharding.py by their kind ("residual", "heads",
-"mlp") and attention runs on each device's own rows and heads. Without a mesh the modules say
-nothing of placement, which is what an engine wants.
+"mlp") and attention runs on each device's own rows, queries and heads. Without a mesh the modules
+say nothing of placement, which is what an engine wants.
 """
 
 from typing import NamedTuple
@@ -109,6 +109,7 @@ class Attention(nnx.Module):
                 segments=segments,
                 mesh=self.mesh,
                 row_axes=ROWS,
+                context_axes=("context",),
                 head_axes=("tensor",),
                 implementation=self.implementation,
             )

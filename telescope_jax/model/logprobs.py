@@ -7,12 +7,13 @@ a segment has no predecessor; its log-prob and entropy are 0, and no loss mask m
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.logprob.api import token_logprobs
 from kernels.logprob.sharded import sharded_token_logprobs
 from telescope_jax.model.decoder import Decoder
-from telescope_jax.sharding import ROWS
+from telescope_jax.sharding import TOKENS, fsdp_axes, row_parts
 from telescope_jax.types import Params
 
 _IGNORE = -100
@@ -52,10 +53,11 @@ def logprobs(
     # The state at t scores token t + 1; the last state of a row scores nothing.
     next_targets = jnp.pad(targets, ((0, 0), (0, 1)), constant_values=_IGNORE)[:, 1:]
     name = decoder.config.logprob
+    mesh = decoder.mesh
     arguments = (
-        hidden.reshape(-1, hidden.shape[-1]),
+        _flat(hidden, mesh),
         unembed.astype(hidden.dtype),
-        next_targets.reshape(-1),
+        _flat(next_targets, mesh),
     )
     settings: dict[str, Any] = {
         "unembed_layout": layout,
@@ -63,22 +65,47 @@ def logprobs(
         "ignore_index": _IGNORE,
         "implementation": None if name == "auto" else name,
     }
-    mesh = decoder.mesh
     if mesh is None or mesh.size == 1:
         scores = token_logprobs(*arguments, **settings)
     else:
         # The parameter is whole along an axis that does not divide it, and so is the work.
-        tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
         scores = sharded_token_logprobs(
             *arguments,
             mesh=mesh,
-            token_axes=ROWS,
-            vocabulary_axes=() if decoder.vocab_size % tensor else ("tensor",),
-            width_axes=() if decoder.config.width % fsdp else ("fsdp",),
+            token_axes=TOKENS,
+            vocabulary_axes=() if decoder.vocab_size % mesh.shape["tensor"] else ("tensor",),
+            width_axes=fsdp_axes(decoder.config.width, mesh),
             **settings,
         )
-    return _forward_by_one(scores.logprob, tokens), _forward_by_one(scores.entropy, tokens)
+    logprob, entropy = (_rows(x, tokens.shape, mesh) for x in (scores.logprob, scores.entropy))
+    return _forward_by_one(logprob), _forward_by_one(entropy)
 
 
-def _forward_by_one(flat: Float[Array, " N"], like: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    return jnp.pad(flat.reshape(like.shape), ((0, 0), (1, 0)))[:, :-1]
+def _forward_by_one(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    # Of global arrays: across the parts of a row that is split, XLA sends the one token over.
+    return jnp.pad(x, ((0, 0), (1, 0)))[:, :-1]
+
+
+def _parts(mesh: Mesh | None) -> tuple[int, int]:
+    """How many parts the rows, and the tokens of each row, are split into."""
+    if mesh is None:
+        return 1, 1
+    return row_parts(mesh), mesh.shape["context"]
+
+
+def _flat(x: Shaped[Array, "B T ..."], mesh: Mesh | None) -> Shaped[Array, " ..."]:
+    """All tokens in one axis, each device's together: in that order nothing has to move."""
+    rows, context = _parts(mesh)
+    if context == 1:
+        return x.reshape(-1, *x.shape[2:])
+    apart = x.reshape(rows, x.shape[0] // rows, context, x.shape[1] // context, *x.shape[2:])
+    return jnp.swapaxes(apart, 1, 2).reshape(-1, *x.shape[2:])
+
+
+def _rows(x: Shaped[Array, " N"], shape: tuple[int, ...], mesh: Mesh | None) -> Array:
+    """Undoes `_flat`."""
+    rows, context = _parts(mesh)
+    if context == 1:
+        return x.reshape(shape)
+    apart = x.reshape(rows, context, shape[0] // rows, shape[1] // context)
+    return jnp.swapaxes(apart, 1, 2).reshape(shape)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from jax._src import xla_bridge  # has no public name (jax 0.10.2)
 
 from telescope_jax.config import MeshConfig, OptimizerConfig
 from telescope_jax.hosts.follower import Follower
@@ -49,7 +50,10 @@ def recorded():
 def main(port: str, process: str, folder: Path) -> None:
     peers = join(Place(f"127.0.0.1:{port}", 2, int(process)), start_timeout_s=60)
     assert peers is not None
-    learner = make_learner(MeshConfig(data=2, fsdp=2, tensor=2))
+    # run.py says which devices are the trainer's, and that is after this.
+    assert not xla_bridge.backends_are_initialized()
+    # Of each row, half of the tokens lie in one process and half in the other.
+    learner = make_learner(MeshConfig(context=4, tensor=2))
     store = OrbaxStore(folder / "weights", "bfloat16")
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
     if peers.leads:

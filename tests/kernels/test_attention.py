@@ -25,6 +25,8 @@ def attend(q, k, v, segments, cotangent, *, implementation, interpret=False, blo
             return jnp.where((segments != 0)[:, :, None, None], out, 0.0)
         options = {"implementation": implementation, "interpret": interpret}
         if mesh is not None:
+            if "context" in mesh.shape:
+                options["context_axes"] = ("context",)
             return sharded_attention(q, k, v, segments=segments, mesh=mesh, **options)
         return attention(q, k, v, segments=segments, **options)
 
@@ -128,10 +130,16 @@ class TestChunked(AttentionTest):
 
     def test_blocks_between_segments_are_skipped(self):
         segments = jnp.asarray([[[1, 1]], [[1, 2]], [[2, 2]], [[3, 3]], [[3, 0]], [[0, 0]]])
-        first, last = chunked.key_blocks_visited(segments)
-        # Blocks visited by a query block run from `first` to itself; padding visits none.
-        np.testing.assert_array_equal(first, [0, 0, 1, 3, 3, 6])
-        np.testing.assert_array_equal(last, [1, 2, 2, 4, 4, 4])
+        keys, queries = chunked.blocks_visited(segments, segments)
+        # From first to last; padding visits nothing, from 0 to -1.
+        np.testing.assert_array_equal(keys, [[0, 0, 1, 3, 3, 0], [0, 1, 2, 3, 4, -1]])
+        np.testing.assert_array_equal(queries, [[0, 1, 2, 3, 4, 0], [1, 2, 2, 4, 4, -1]])
+
+    def test_a_part_of_a_row_visits_the_keys_before_it(self):
+        segments = jnp.asarray([[[1, 1]], [[1, 2]], [[2, 2]], [[3, 3]]])
+        keys, queries = chunked.blocks_visited(segments[2:], segments, 4)
+        np.testing.assert_array_equal(keys, [[1, 3], [2, 3]])
+        np.testing.assert_array_equal(queries, [[0, 0, 0, 1], [-1, 0, 0, 1]])
 
     def test_memory_grows_with_tokens_not_their_square(self):
         def temporary(tokens: int) -> int:
@@ -157,6 +165,30 @@ def test_rows_and_heads_over_devices(kv_heads):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 1, 4), ("data", "fsdp", "tensor"))
     arrays = inputs(2, 40, 8, kv_heads, 16)
     check(attend(*arrays, implementation="chunked", mesh=mesh), *arrays)
+
+
+def over_context(context: int, tensor: int = 1) -> Mesh:
+    devices = np.array(jax.devices()[:8]).reshape(-1, 1, context, tensor)
+    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize(("tokens", "context"), [(40, 4), (600, 2)])
+def test_the_tokens_of_a_row_over_devices(implementation, tokens, context):
+    """Segments cross the parts, and at 600 tokens the parts are no whole blocks."""
+    arrays = inputs(4, tokens, 4, 1, 16)
+    ends = np.arange(1, context) * tokens // context
+    assert (np.asarray(arrays[3])[:, ends] == np.asarray(arrays[3])[:, ends - 1]).any()
+    check(attend(*arrays, implementation=implementation, mesh=over_context(context, 2)), *arrays)
+
+
+def test_splash_takes_parts_of_whole_blocks():
+    arrays = inputs(4, 512, 4, 2, 64, jnp.bfloat16)
+    options = {"implementation": "splash", "interpret": True}
+    check(attend(*arrays, mesh=over_context(2, 2), **options), *arrays)
+    arrays = inputs(4, 300, 4, 2, 64, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="multiple of 128 tokens, not 150"):
+        attend(*arrays, mesh=over_context(2, 2), **options)
 
 
 def test_an_implementation_says_why_it_cannot():

@@ -4,7 +4,6 @@ Needs libtpu, which is large: `./run.sh test --tpu-compile tests/kernels` instal
 lowering cannot: a block that does not fit VMEM, and what a kernel makes XLA copy around it.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -36,7 +35,7 @@ def report(record_property, capsys) -> Callable[[str, aot.Compiled], None]:
     """Prints what a program needs, past pytest's capture: that is what this job is run for."""
 
     def write(title: str, got: aot.Compiled) -> None:
-        vmem = ", ".join(f"{name} {size / aot.MIB:.1f}" for name, size in got.kernels.items())
+        vmem = aot.vmem_of(got)
         line = f"{title}: HBM temp {got.temporary / aot.MIB:.0f} MiB; VMEM MiB: {vmem}"
         record_property("needs", line)
         with capsys.disabled():
@@ -79,11 +78,11 @@ def test_splash_attention_compiles(chip, report):
 
 
 def test_a_training_step_compiles_and_fits(chip, report):
-    """Two layers of Qwen2.5-0.5B; `experiments.benchmarks.tpu_compile` does all 24."""
-    policy = dataclasses.replace(aot.QWEN_05B, layers=2)
-    got = aot.training_step(aot.mesh_of(chip), policy, rows=4, tokens=2048)
-    report(f"{chip} training step, 2 layers", got.accumulate)
+    """All 24 layers of Qwen2.5-0.5B, as one loop."""
+    got = aot.training_step(aot.mesh_of(chip), aot.QWEN_05B, rows=4, tokens=2048)
+    report(f"{chip} training step", got.accumulate)
     assert got.accumulate.kernels.keys() > KERNELS, "splash attention is missing, or a kernel"
     assert got.peak < aot.HBM_GIB[chip] * 2**30
-    # Its logits alone, 2 rows of 2048 tokens over half the vocabulary, would be 1187 MiB.
-    assert got.accumulate.temporary < 1500 * aot.MIB
+    # Its logits alone, 2 rows of 2048 tokens over half the vocabulary, would be 1187 MiB beside
+    # the layers: their weights in bfloat16, and the 24 inputs that the backward pass starts from.
+    assert got.accumulate.temporary < LIMIT * aot.MIB

@@ -1,9 +1,10 @@
-"""Compiles one microbatch on a 2 × 2 × 2 mesh, with activation constraints and then without.
+"""Compiles one microbatch on meshes of eight, with activation constraints and at last without.
 
 Run by test_step.py in a process of its own: XLA writes its warnings to the real stderr, and only
 when it compiles, so the compilation cache must be off.
 """
 
+import dataclasses
 import sys
 
 import jax
@@ -18,12 +19,21 @@ from tests.learner.rows import POLICY, VOCAB, batches
 
 
 def main() -> None:
-    mesh = make_mesh(MeshConfig(2, 2, 2))
     (batch,) = batches(12, 8)
-    rows = place_rows(jax.tree.map(lambda x: x[:8], batch), mesh)
     totals = Denominators(*(np.float32(1) for _ in range(2)))  # type: ignore[arg-type]
-    for name, pinned in (("constrained", mesh), ("free", None)):
-        decoder = Decoder(POLICY, VOCAB, mesh=pinned)
+    whole, parts = MeshConfig(2, 2, 2), MeshConfig(fsdp=2, context=2, tensor=2)
+    loop = dataclasses.replace(POLICY, layers=2, scan_layers=True, remat="block")
+    cases = [
+        ("constrained", whole, POLICY, True),
+        ("as a loop", whole, loop, True),
+        ("rows in parts", parts, POLICY, True),
+        ("parts in a loop", parts, loop, True),
+        ("free", whole, POLICY, False),
+    ]
+    for name, sizes, policy, pinned in cases:
+        mesh = make_mesh(sizes)
+        rows = place_rows(jax.tree.map(lambda x: x[:8], batch), mesh)
+        decoder = Decoder(policy, VOCAB, mesh=mesh if pinned else None)
         step = Step(decoder, mesh, LossSettings(), OptimizerConfig(), temperature=1.0)
         shapes = jax.eval_shape(decoder.init, jax.random.key(0))
         params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
