@@ -65,8 +65,8 @@ def test_rounded_weights_sample_what_they_say_and_evals_have_the_whole_ones():
         row[0, : len(tokens)] = tokens
         real = (np.arange(CONTEXT)[None] < len(tokens)).astype(np.int32)
         places = np.arange(CONTEXT, dtype=np.int32)[None]
-        scores = np.asarray(packed_scores(params, row, real, places, np.float32(1.0)))
-        expected = scores[0, len(prompt(0)) : len(tokens)]
+        scores, _ = packed_scores(params, row, real, places, np.float32(1.0))
+        expected = np.asarray(scores)[0, len(prompt(0)) : len(tokens)]
         np.testing.assert_allclose(reported, expected, atol=1e-4)
 
 
