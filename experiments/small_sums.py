@@ -1,9 +1,14 @@
-"""Sums of three digits for a policy of 20,000 parameters: the smallest thing that learns.
+"""Sums of three digits for a policy of 81,000 parameters, for sweeps of many short runs.
 
     ./run.sh --config=experiments/small_sums.py
 
-For sweeps: one run takes about 20 s of one core, most of it not compilation. `experiments/math.py`
-is the study that one should look at first. The engine shares the trainer's process and memory.
+One run took 34 s of CPU, start and compilation included. `experiments/math.py` is the study that
+one should look at first. The engine shares the trainer's process and memory, and keeps ahead of it:
+the trained tokens are as old as `max_async_rollout` allows.
+
+What one should see: the reward of all answers from 0.32 to 0.45 (TIS, two steps ahead). Three
+digits have 1,000 orderings in all, and the policy learns those it trains on: in that run held-out
+sampled accuracy ended where it began (0.39 to 0.38), and greedy fell (0.64 to 0.27).
 """
 
 from telescope_jax.config import Config
@@ -33,7 +38,7 @@ def get_config(arg: str = "") -> Config:
     config.warm_start.steps = 400
     config.warm_start.until_probability = 0.3
 
-    config.optimizer.learning_rate = 1e-3
+    config.optimizer.learning_rate = 2e-4
     config.optimizer.warmup_steps = 5
 
     config.batch.seq_len = 112

@@ -3,7 +3,8 @@
     python -m experiments.sweeps.corrections runs/staleness docs/staleness.png
 
 The picture shows the end of every setting, mean and range over the seeds; the same numbers are
-printed as a table.
+printed as a table. The reward is the mean of the last tenth of the steps, over all answers of the
+engine: with a distorted one they are not the policy's, and the held-out accuracy is what counts.
 """
 
 import argparse
@@ -26,7 +27,10 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 """Name -> overrides; all with the cap 2, Config's default."""
 
 COLORS = dict(zip(CORRECTIONS, ("#5c6b73", "#2563a8", "#d9752b", "#2f8f6b"), strict=True))
-METRICS = {"eval/sums/sampled_accuracy": "held-out, sampled", "eval/sums/accuracy": "greedy"}
+METRICS = {
+    "rollout/reward": "reward of the sampler",
+    "eval/sums/sampled_accuracy": "held-out, sampled from the policy",
+}
 
 
 def corrections(*names: str) -> list[dict[str, Any]]:

@@ -19,8 +19,13 @@ class EightBitReader:
         self._store = store
 
     def read(self, ref: WeightsRef) -> Params:
-        rounded = jax.jit(lambda params: jax.tree.map(_eight_bits, params))
-        return rounded(self._store.read(ref))
+        return eight_bits(self._store.read(ref))
+
+
+@jax.jit
+def eight_bits(params: Params) -> Params:
+    """`params` with every matrix rounded; one compilation for all versions."""
+    return jax.tree.map(_eight_bits, params)
 
 
 def _eight_bits(weights: Float[Array, "..."]) -> Float[Array, "..."]:

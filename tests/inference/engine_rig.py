@@ -80,10 +80,10 @@ def trainer_logprobs(seed: int, tokens: Sequence[int], temperature: float) -> np
     row[0, : len(tokens)] = tokens
     segments = (np.arange(CONTEXT)[None] < len(tokens)).astype(np.int32)
     positions = np.arange(CONTEXT, dtype=np.int32)[None]
-    scored, _ = _trainer(weights(seed), row, segments, positions, jnp.float32(temperature))
+    scored, _ = packed_scores(weights(seed), row, segments, positions, jnp.float32(temperature))
     return np.asarray(scored)[0, : len(tokens)]
 
 
 @jax.jit
-def _trainer(params, tokens, segments, positions, temperature):
+def packed_scores(params, tokens, segments, positions, temperature):
     return packed_logprobs(DECODER, params, tokens, segments, positions, temperature=temperature)
