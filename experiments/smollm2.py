@@ -41,9 +41,9 @@ def get_config(arg: str = "") -> Config:
 
     config.sampling.max_prompt_tokens = 48
     config.sampling.max_tokens = 16
-    config.optimizer.learning_rate = 2e-5
+    config.optimizer.learning_rate = 3e-5
     config.optimizer.schedule = "linear"
-    config.optimizer.final_fraction = 0.1
+    config.optimizer.final_fraction = 0.3
     config.batch.seq_len = 128
     config.batch.rows_per_microbatch = 4
     config.engine.own_process = False
