@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(runtime.distributed.global_state, "num_processes", 3)
     monkeypatch.setattr(runtime, "_LEAVE_S", 0.0)
     return Store()
 
@@ -62,7 +62,7 @@ def peers(store: Store, index: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Pe
         threading.Event().wait()  # the watching thread is a daemon, and goes no further
 
     monkeypatch.setattr(runtime, "leave", leave)
-    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(runtime.distributed.global_state, "process_id", index)
     return Peers(patience_s=0.1, beat_s=0.01, store=store), codes
 
 
