@@ -51,13 +51,15 @@ def build_engines(
         eos_ids=shape.eos_ids,
     )
     thread = EngineThread()
-    timeout_s, factor = config.request_timeout_s, config.distort_temperature
-    sampled = EightBitReader(store) if config.distort_int8 else store
-    return {
-        name: JaxEngine(
-            decoding, sampled, thread, request_timeout_s=timeout_s, temperature_factor=factor
+
+    def build(name: str) -> JaxEngine:
+        distorted = name == "train"
+        return JaxEngine(
+            decoding,
+            EightBitReader(store) if distorted and config.distort_int8 else store,
+            thread,
+            request_timeout_s=config.request_timeout_s,
+            temperature_factor=config.distort_temperature if distorted else 1.0,
         )
-        if name == "train"
-        else JaxEngine(decoding, store, thread, request_timeout_s=timeout_s)
-        for name in names
-    }
+
+    return {name: build(name) for name in names}
