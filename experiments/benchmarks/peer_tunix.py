@@ -13,10 +13,11 @@ that waits while ours works, and the repeats take turns.
 
 What differs. tunix samples the batch in one jitted loop, reads the prompt for each member of a
 group, and sorts the vocabulary to cut at top_p = 1; it pads prompts to one width, trains all rows
-at once, and takes log-probs and entropy from all logits. Ours is the embedded engine as in a run (a
-prompt read once a group, requests of an event loop, log-probs kept), rollouts packed into rows,
-log-probs and entropy by chunks of the vocabulary, and the learner's statistics. Neither writes to a
-disk, and neither overlaps sampling with training.
+at once (in microbatches it was no faster), and takes log-probs and entropy from all logits. Ours is
+the embedded engine as in a run (a prompt read once a group, requests of an event loop, log-probs
+kept), rollouts packed into rows and microbatches, log-probs and entropy by chunks of a large
+vocabulary, and the learner's statistics. Neither writes to a disk, and neither overlaps sampling
+with training.
 
 To reach: ≥ 1.5 × tunix.
 """
@@ -56,6 +57,8 @@ from telescope_jax.weights.hf_files import write
 from telescope_jax.weights.hf_layout import to_hf
 
 PROMPT, NEW_TOKENS, BETA = 32, 32, 0.04
+CONTEXT = PROMPT + NEW_TOKENS
+PARTS = ("sample", "pack", "update", "load")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 LOSS = LossSettings(objective="ppo", use_tis=False, reference_kl_coef=BETA)
 TINY = PolicyConfig(
@@ -74,7 +77,9 @@ class Shape:
     rows_per_microbatch: int
 
 
-SHAPES = {"4x4": Shape(4, 4, 64, 16), "16x8": Shape(16, 8, 64, 32)}
+# Eight rows need 20 MB of temporary memory. glibc maps what is above 32 MiB anew for every call:
+# the page faults cost 16 rows a quarter of their time.
+SHAPES = {"4x4": Shape(4, 4, 64, 8), "16x8": Shape(16, 8, 64, 8)}
 
 
 class Numbers:
@@ -131,11 +136,10 @@ class Ours:
         lengths = draw.integers(PROMPT // 2, PROMPT + 1, shape.prompts)
         self.prompts = [draw.integers(0, policy.vocab_size, n).astype(np.int32) for n in lengths]
         self._env = EvenIds(self.prompts)
-        context = PROMPT + NEW_TOKENS
         self._engine = build_engines(
             EngineConfig(slots=shape.prompts * shape.group_size, prefill_rows=shape.prompts),
             policy,
-            EngineShape(policy.vocab_size, (), context, PROMPT),
+            EngineShape(policy.vocab_size, (), CONTEXT, PROMPT),
             self._store,
             names=["train"],
         )["train"]
@@ -150,16 +154,18 @@ class Ours:
             old_logprobs=True,
             params=params,
         )
-        self._episodes = EpisodeSettings(SamplingParams(NEW_TOKENS), context, 600.0, 0)
+        self._episodes = EpisodeSettings(SamplingParams(NEW_TOKENS), CONTEXT, 600.0, 0)
         self._assembly = AssemblySettings(
             "grpo", False, shape.seq_len, shape.rows_per_microbatch, 1
         )
 
-    async def start(self) -> None:
-        await self._load(0)
+    @property
+    def version(self) -> int:
+        """What the engine samples from."""
+        return self._engine.version
 
     async def step(self) -> dict[str, float]:
-        """One step: the seconds of its parts, `all` of them, and how often it compiled."""
+        """One step: the seconds of its parts, `all` of them, compilations and trained tokens."""
         marks = [time.perf_counter()]
         step = self.learner.step
         groups = await asyncio.gather(*(self._play(Uid(step, i)) for i in range(len(self._env))))
@@ -168,10 +174,11 @@ class Ours:
         marks.append(time.perf_counter())
         stats = await self.learner.update(batch.minibatches)
         marks.append(time.perf_counter())
-        await self._load(step + 1)
+        await self.load(step + 1)
         marks.append(time.perf_counter())
-        parts = dict(zip(("sample", "pack", "update", "load"), np.diff(marks), strict=True))
-        return {**parts, "all": marks[-1] - marks[0], "compilations": stats.compilations}
+        parts = dict(zip(PARTS, np.diff(marks), strict=True))
+        counted = {"compilations": stats.compilations, "tokens": stats.token_count}
+        return {**parts, "all": marks[-1] - marks[0], **counted}
 
     async def close(self) -> None:
         await self._engine.close()
@@ -194,7 +201,7 @@ class Ours:
             self._shape.group_size,
         )
 
-    async def _load(self, version: int) -> None:
+    async def load(self, version: int) -> None:
         self._store.params = self.learner.params
         await self._engine.load(WeightsRef(version, "", ""))
 
@@ -233,21 +240,6 @@ class Tunix:
         self._process.wait()
 
 
-def plan(policy: PolicyConfig, shape: Shape, ours: Ours) -> dict[str, Any]:
-    """What the other side is told, beside the checkpoint."""
-    draw = np.random.default_rng(1)
-    return {
-        "prompts": [" ".join(map(str, prompt)) for prompt in ours.prompts],
-        "sequence": draw.integers(0, policy.vocab_size, PROMPT + NEW_TOKENS).tolist(),
-        "group_size": shape.group_size,
-        "prompt_width": PROMPT,
-        "new_tokens": NEW_TOKENS,
-        "rope_theta": int(policy.rope_theta),
-        "learning_rate": OPTIMIZER.learning_rate,
-        "beta": BETA,
-    }
-
-
 def compare(name: str, ours: Ours, tunix: Tunix, sequence: list[int]) -> None:
     """Prints by how much the two models differ.
 
@@ -268,23 +260,30 @@ def measure(size: str, batch: str, asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as path, asyncio.Runner() as runner:
         folder, ours = Path(path), Ours(policy, shape, params)
         write(folder, {key: np.asarray(x) for key, x in to_hf(params).items()})
-        described = hf_config_of(policy, policy.vocab_size, PROMPT + NEW_TOKENS)
+        described = hf_config_of(policy, policy.vocab_size, CONTEXT)
         (folder / "config.json").write_text(json.dumps(described))
-        told = plan(policy, shape, ours)
+        told = {
+            "prompts": [" ".join(map(str, prompt)) for prompt in ours.prompts],
+            "sequence": np.random.default_rng(1).integers(0, policy.vocab_size, CONTEXT).tolist(),
+            "group_size": shape.group_size,
+            "prompt_width": PROMPT,
+            "new_tokens": NEW_TOKENS,
+            "rope_theta": int(policy.rope_theta),
+            "learning_rate": OPTIMIZER.learning_rate,
+            "beta": BETA,
+        }
         (folder / "plan.json").write_text(json.dumps(told))
         tunix = Tunix(folder, asked.peer_python, asked.peer_path)
         try:
-            runner.run(ours.start())
+            runner.run(ours.load(0))
             compare(name, ours, tunix, told["sequence"])
             mine, theirs = [], []
-            for turn in range(asked.repeats + 1):
-                for _ in range(asked.steps):
-                    mine.append(runner.run(ours.step()))
-                for _ in range(asked.steps):
-                    theirs.append(tunix.ask("step"))
-                if turn == 0:  # compiles, and settles
-                    mine.clear(), theirs.clear()
-            report(name, shape.prompts * shape.group_size, mine, theirs)
+            for _ in range(asked.repeats + 1):
+                mine += [runner.run(ours.step()) for _ in range(asked.steps)]
+                theirs += [tunix.ask("step") for _ in range(asked.steps)]
+            rollouts = shape.prompts * shape.group_size
+            # The first turn compiles.
+            report(name, rollouts, mine[asked.steps :], theirs[asked.steps :])
         finally:
             tunix.close()
             runner.run(ours.close())
@@ -311,7 +310,7 @@ def report(name: str, rollouts: int, mine: list[dict], theirs: list[dict]) -> No
         cells += [f"{min(seconds['tunix']) / best:.2f}"]
         cells += [f"{np.median(seconds['tunix']) / middle:.2f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
-    parts = {key: np.median([s[key] for s in mine]) for key in mine[0] if key != "compilations"}
+    parts = {key: np.median([s[key] for s in mine]) for key in PARTS}
     print("ours, medians: " + ", ".join(f"{key} {1e3 * x:.1f} ms" for key, x in parts.items()))
 
 

@@ -9,6 +9,8 @@ step is the time from handing a batch over to being asked for the next one, with
 weights ready.
 """
 
+# pyright: reportMissingImports=false
+
 import contextlib
 import json
 import sys
