@@ -102,7 +102,7 @@ class PolicyConfig:
     tied_embeddings: bool = True
     """Unembed with the transposed embedding."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Activations and matmuls; parameters stay float32 and so do logits."""
+    """Activations and matmuls; logits stay float32, and optimizer.master_dtype is another field."""
     remat: Literal["none", "block", "dots"] = "none"
     """What backward recomputes: nothing, each block, or all but matmul results."""
     scan_layers: bool = False
@@ -130,8 +130,10 @@ class OptimizerConfig:
     """Adam's decay of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters are kept in; bfloat16 is rounded stochastically, and updates stay float32."""
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What Adam's first moment is kept in; the second one stays float32."""
+    """What Adam's first moment is kept in; the second one stays float32 (README says why)."""
     weight_decay: float = 0.0
     """AdamW's, on matrices only."""
     clip_norm: float = 1.0
@@ -241,8 +243,7 @@ class EngineConfig:
     deploy_at_once: bool = False
     """vllm: new weights go to all servers at the same time, not to one after another."""
     handshake_tol: float = 0.0
-    """vllm: most that trainer and engine differ by in 19 of 20 log-probs, nats; 0 decides by
-    policy.compute_dtype."""
+    """vllm: most that 19 of 20 log-probs differ by, nats; 0 decides by policy.compute_dtype."""
     server_arguments: tuple[str, ...] = ()
     """vllm: further arguments of each server's command line."""
 

@@ -73,7 +73,8 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
     policy = config.policy
     source = hf_files.find(policy.checkpoint) if policy.checkpoint else None
     decoder = Decoder(policy, policy.vocab_size or CharTokenizer().vocab_size)
-    step, params = _newest_params(workdir / "checkpoints", decoder, step)
+    kept_in = config.optimizer.master_dtype
+    step, params = _newest_params(workdir / "checkpoints", decoder, kept_in, step)
 
     tensors = {name: _cast(name, np.asarray(x), dtype) for name, x in to_hf(params).items()}
     if source is None:
@@ -100,11 +101,14 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
     )
 
 
-def _newest_params(folder: Path, decoder: Decoder, step: int | None) -> tuple[int, Params]:
+def _newest_params(
+    folder: Path, decoder: Decoder, kept_in: str, step: int | None
+) -> tuple[int, Params]:
+    dtype = hf_files.DTYPES[kept_in]
     here = SingleDeviceSharding(jax.devices("cpu")[0])
     shapes = jax.eval_shape(decoder.init, jax.random.key(0))
     structure = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=here), shapes
     )
     checkpoints = Checkpoints(folder, keep_last=sys.maxsize)
     try:

@@ -149,8 +149,12 @@ def microbatches(config: Config) -> int:
 
 def state_bytes(config: Config, params: int) -> float:
     """Parameters, gradient and both moments, and the reference policy, of the whole mesh."""
-    first_moment = 2 if config.optimizer.first_moment_dtype == "bfloat16" else 4
-    return float(params) * (12 + first_moment + (4 if config.loss.reference_kl_coef else 0))
+    master, first_moment = (
+        2 if dtype == "bfloat16" else 4
+        for dtype in (config.optimizer.master_dtype, config.optimizer.first_moment_dtype)
+    )
+    reference = master if config.loss.reference_kl_coef else 0
+    return float(params) * (master + 8 + first_moment + reference)
 
 
 def predicted_s(program: Program, chip: Chip, flops: float, mfu: float) -> dict[str, float]:
@@ -277,6 +281,8 @@ def advice(config: Config, programs: Mapping[str, Program | OutOfMemory], chip: 
         )
     if config.optimizer.first_moment_dtype != "bfloat16":
         ideas.append("optimizer.first_moment_dtype=bfloat16")
+    if config.optimizer.master_dtype != "bfloat16":
+        ideas.append("optimizer.master_dtype=bfloat16")
     accumulate = programs.get("accumulate")
     if isinstance(accumulate, Program) and accumulate.arguments > chip.memory / 2:
         ideas.insert(0, "more devices: the state alone takes more than half")

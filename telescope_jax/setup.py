@@ -130,7 +130,9 @@ def build_store(config: Config, folder: Path) -> OrbaxStore | MemoryStore:
     shares it."""
     if config.engine.kind == "vllm":
         return OrbaxStore(folder, config.policy.compute_dtype, to_served=to_hf, from_served=from_hf)
-    return OrbaxStore(folder) if config.engine.own_process else MemoryStore()
+    # The very bits of the trainer's, whatever an engine then computes in.
+    dtype = config.optimizer.master_dtype
+    return OrbaxStore(folder, dtype) if config.engine.own_process else MemoryStore()
 
 
 async def start_all(
@@ -174,7 +176,7 @@ def build_or_restore(
     """
     if not checkpoints.steps():
         if pretrained is not None:
-            params = hf_files.load(pretrained, config.policy)
+            params = hf_files.load(pretrained, config.policy, config.optimizer.master_dtype)
         else:
             params = first_params(config, env, tokenizer, vocab_size, mesh)
         return build_learner(config, vocab_size, mesh, params), None

@@ -51,6 +51,7 @@ ACTIVATIONS: dict[str, P] = {
     "residual": P(ROWS, "context", None),  # B T D
     "heads": P(ROWS, "context", "tensor", None),  # B T H K
     "mlp": P(ROWS, "context", "tensor"),  # B T F
+    "split_table": P("tensor", ("fsdp", "context")),  # V D, as its parameter
     "table": P("tensor", None),  # V D, gathered over fsdp before tokens are looked up
 }
 

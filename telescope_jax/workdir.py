@@ -45,6 +45,7 @@ SAME_RUN = (
     "policy.tied_embeddings",
     "policy.rope_theta",
     "policy.norm_eps",
+    "optimizer.master_dtype",
     "loss.reference_kl_coef",
 )
 """Fields that a resumed run cannot change: prompts, books or parameters would no longer fit."""

@@ -35,6 +35,7 @@ def _eight_bits(weights: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     if weights.ndim < 2:
         return weights
+    weights = weights.astype(jnp.float32)
     scale = jnp.max(jnp.abs(weights), axis=tuple(range(weights.ndim - 1)), keepdims=True) / 127
     scale = jnp.where(scale > 0, scale, 1.0)
     return jnp.round(weights / scale) * scale

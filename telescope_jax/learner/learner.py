@@ -58,8 +58,10 @@ class Learner:
           minibatches: updates a step; with 1, π_old is π without gradient and costs nothing.
           old_logprobs: let u be π/π_old, π_old being the parameters when the batch arrives;
             without it u is π/μ.
-          params: version 0, on the host or on devices; None draws it from `seed`. It is also the
-            reference policy, kept only if the loss looks at it.
+          params: version 0, on the host or on devices; None draws it from `seed`. float32 is
+            rounded to the nearest of the master dtype. It is also the reference policy, kept only
+            if the loss looks at it.
+          seed: also of the stochastic rounding, if optimizer.master_dtype is bfloat16.
 
         Raises:
           ValueError: a parameter without a sharding rule, or `params` of another structure.
@@ -67,7 +69,7 @@ class Learner:
         self.mesh = mesh
         self.decoder = Decoder(policy, vocab_size, mesh=mesh)
         self._everywhere = NamedSharding(mesh, P())
-        self._optimizer, self._number_of_steps = optimizer, number_of_steps
+        self._optimizer, self._number_of_steps, self._seed = optimizer, number_of_steps, seed
         self._rows = rows_per_microbatch
         self._needs_old = needs_old_logprobs(old_logprobs, minibatches)
         self._step = Step(
@@ -81,8 +83,9 @@ class Learner:
         if params is None:
             params = self._step.init_params(jax.random.key(seed))
         else:
-            expected = jax.eval_shape(self.decoder.init, jax.random.key(0))
-            check_structure(params, expected, "the given parameters")
+            if self._step.rounds:
+                params = jax.tree.map(_narrow, params)
+            check_structure(params, self._step.params, "the given parameters")
             params = put_tree(params, self._step.params_shardings)
         opt_state = self._step.init_opt_state(params)
         self._state = TrainState(params, opt_state, self._scalar(np.int32(0)))
@@ -175,11 +178,12 @@ class Learner:
         params, moments = (
             bytes_per_device(tree) / mib for tree in (self.params, self._state.opt_state)
         )
+        gradient = 4 / jnp.dtype(self._optimizer.master_dtype).itemsize * params
         reference = params if self._reference is not None else 0.0
-        total = 2 * params + moments + reference
+        total = params + moments + gradient + reference
         return (
             f"{total:,.1f} MiB a device before activations: parameters {params:,.1f}, optimizer "
-            f"state {moments:,.1f}, gradient {params:,.1f}"
+            f"state {moments:,.1f}, gradient {gradient:,.1f}"
             + (f", reference policy {reference:,.1f}" if reference else "")
         )
 
@@ -200,14 +204,17 @@ class Learner:
         # Every minibatch is scored before the first update: π_old is the policy at arrival.
         minibatches = [list(self._microbatches(minibatch)) for minibatch in batch]
         params, opt_state, reports = state.params, state.opt_state, []
-        for microbatches in minibatches:
+        for update, microbatches in enumerate(minibatches):
             totals = Denominators(*(self._scalar(np.float32(0)) for _ in Denominators._fields))
             for microbatch in microbatches:
                 totals = run.count(microbatch, totals)
             sums = run.zeros()
             for microbatch in microbatches:
                 sums = run.accumulate(params, sums, microbatch, totals)
-            params, opt_state, report = run.apply(params, opt_state, sums, rate)
+            draw = [self._seed, self.step, update]
+            draw = self._scalar(np.array(draw, np.uint32)) if run.rounds else None
+            params, opt_state, report = run.apply(params, opt_state, sums, rate, draw)
+            del sums  # before the next zeros are made; where it is not donated it would stay
             reports.append(report)
         reports = jax.device_get(reports)
         self._state = TrainState(params, opt_state, self._scalar(np.int32(self.step + 1)))
@@ -302,6 +309,10 @@ class _Compilations:
 def needs_old_logprobs(old_logprobs: bool, minibatches: int) -> bool:
     """Whether a batch is scored when it arrives; with one update π_old is π, without gradient."""
     return old_logprobs and minibatches > 1
+
+
+def _narrow(leaf: Any) -> Any:
+    return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
 
 
 def describe(tree: Any) -> Any:

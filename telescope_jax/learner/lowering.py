@@ -59,22 +59,21 @@ def lower_update(step: Step, mesh: Mesh, batch: PackedBatch) -> Mapping[str, jax
 
     everywhere = NamedSharding(mesh, P())
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    shapes = jax.eval_shape(step.decoder.init, jax.random.key(0))
-    params = placed(shapes, step.params_shardings)
-    opt_state = placed(jax.eval_shape(step.init_opt_state, shapes), step.opt_shardings)
+    params = placed(step.params, step.params_shardings)
+    opt_state = placed(jax.eval_shape(step.init_opt_state, step.params), step.opt_shardings)
     sums = jax.eval_shape(step.zeros)
     sums = sums._replace(
         gradient=placed(sums.gradient, step.params_shardings),
         loss=jax.tree.map(lambda _: scalar, sums.loss),
     )
     totals: Any = Denominators._make([scalar] * len(Denominators._fields))
+    draw = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=everywhere) if step.rounds else None
     return {
         "accumulate": step.accumulate.lower(params, sums, batch, totals),
-        "apply": step.apply.lower(params, opt_state, sums, scalar),
+        "apply": step.apply.lower(params, opt_state, sums, scalar, draw),
     }
 
 
 def count_params(step: Step) -> int:
     """Parameters of the policy."""
-    shapes = jax.eval_shape(step.decoder.init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(step.params))

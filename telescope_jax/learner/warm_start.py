@@ -67,8 +67,8 @@ def warm_start(
         drawn from training prompts only.
       seed: of the random parameters.
       seq_len: tokens a packed row; at least the longest solution.
-      optimizer: betas, epsilon, decay and clip; the learning rate is `config`'s, constant. None
-        takes the defaults.
+      optimizer: betas, epsilon, decay and clip; the learning rate is `config`'s, constant, and
+        parameters are float32. None takes the defaults.
       cache_folder: None takes $XDG_CACHE_HOME/telescope_jax/warm_start.
 
     Raises:
@@ -79,6 +79,7 @@ def warm_start(
         learning_rate=config.learning_rate,
         schedule="constant",
         warmup_steps=0,
+        master_dtype="float32",
     )
     rows = _take(
         solutions,

@@ -8,6 +8,8 @@ On a mesh, activations are pinned to the layouts of sharding.py by their kind ("
 say nothing of placement, which is what an engine wants.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -197,9 +199,38 @@ class Stack(nnx.Module):
 
     def lookup(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Embeddings of `tokens`, in the compute dtype; NaN for an id outside the vocabulary."""
-        table = self.constrain(self.embed.embedding[...], "table")
-        # Cast after the lookup: the gradient then adds up in float32, over all uses of a token.
-        return jnp.take(table, tokens, axis=0).astype(self.embed.dtype)
+        table, dtype = self.embed.embedding[...], self.embed.dtype
+        if table.dtype != dtype:
+            return _look_up(table, tokens, dtype, self.constrain)
+        return jnp.take(self.constrain(table, "table"), tokens, axis=0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(
+    table: Float[Array, "V D"], tokens: Int[Array, "*rows"], dtype: jnp.dtype, pin: Callable
+) -> Float[Array, "*rows D"]:
+    """Rows of the table cast to `dtype`; the gradient adds up in the table's own.
+
+    Cast before it is gathered over fsdp, or twice the bytes would travel; and yet a token's uses
+    add up unrounded, which the gradient of these very operations would not do.
+    """
+    # Pinned where it lies too: else the cast is merged into the gather, and comes after it.
+    narrow = pin(table.astype(dtype), "split_table")
+    return jnp.take(pin(narrow, "table"), tokens, axis=0)
+
+
+def _look_up_forward(table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable) -> tuple:
+    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    return _look_up(table, tokens, dtype, pin), (tokens, like)
+
+
+def _look_up_backward(dtype: jnp.dtype, pin: Callable, kept: tuple, gradient: Array) -> tuple:
+    tokens, like = kept
+    rows = jax.linear_transpose(lambda table: jnp.take(pin(table, "table"), tokens, axis=0), like)
+    return *rows(gradient.astype(like.dtype)), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def _dtype(config: PolicyConfig) -> jnp.dtype:
