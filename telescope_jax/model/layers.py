@@ -202,10 +202,9 @@ class Stack(nnx.Module):
         table, dtype = self.embed.embedding[...], self.embed.dtype
         if table.dtype != dtype:
             return _look_up(table, tokens, dtype, self.constrain)
-        return jnp.take(self.constrain(table, "table"), tokens, axis=0)
+        return _rows(table, tokens, self.constrain)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _look_up(
     table: Float[Array, "V D"], tokens: Int[Array, "*rows"], dtype: jnp.dtype, pin: Callable
 ) -> Float[Array, "*rows D"]:
@@ -214,23 +213,37 @@ def _look_up(
     Cast before it is gathered over fsdp, or twice the bytes would travel; and yet a token's uses
     add up unrounded, which the gradient of these very operations would not do.
     """
+    return _narrow_rows(table, tokens, dtype, pin, jax.ShapeDtypeStruct(table.shape, table.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _narrow_rows(
+    table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct
+) -> Array:
+    del like
     # Pinned where it lies too: else the cast is merged into the gather, and comes after it.
-    narrow = pin(table.astype(dtype), "split_table")
-    return jnp.take(pin(narrow, "table"), tokens, axis=0)
+    return _rows(pin(table.astype(dtype), "split_table"), tokens, pin)
 
 
-def _look_up_forward(table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable) -> tuple:
-    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return _look_up(table, tokens, dtype, pin), (tokens, like)
+def _rows(table: Array, tokens: Array, pin: Callable) -> Array:
+    return jnp.take(pin(table, "table"), tokens, axis=0)
 
 
-def _look_up_backward(dtype: jnp.dtype, pin: Callable, kept: tuple, gradient: Array) -> tuple:
-    tokens, like = kept
-    rows = jax.linear_transpose(lambda table: jnp.take(pin(table, "table"), tokens, axis=0), like)
-    return *rows(gradient.astype(like.dtype)), None
+def _forward(
+    table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct
+) -> tuple:
+    return _narrow_rows(table, tokens, dtype, pin, like), tokens
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+def _backward(
+    dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct, tokens: Array, gradient: Array
+) -> tuple:
+    del dtype
+    add_up = jax.linear_transpose(lambda table: _rows(table, tokens, pin), like)
+    return *add_up(gradient.astype(like.dtype)), None
+
+
+_narrow_rows.defvjp(_forward, _backward)
 
 
 def _dtype(config: PolicyConfig) -> jnp.dtype:
