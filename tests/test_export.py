@@ -115,6 +115,32 @@ def test_transformers_loads_an_export_with_our_logits(workdir: Path, tmp_path: P
         np.testing.assert_allclose(ours, found["out/logits"], atol=1e-4)
 
 
+def test_a_run_kept_in_bfloat16_exports_the_very_bits_of_its_checkpoint(
+    checkpoint: Path, tmp_path: Path
+):
+    """Import, training beside an engine, checkpoint, resume, export and import again."""
+    config = config_for(checkpoint)
+    config.optimizer.master_dtype = "bfloat16"
+    config.loss.reference_kl_coef = 0.01
+    for config.number_of_steps in (1, 2):
+        assert run(config, "test.py", str(tmp_path / "run")) == 0
+    export(tmp_path / "run", to := tmp_path / "out", dtype="bfloat16")
+    policy, _ = open_checkpoint(PolicyConfig(checkpoint=str(to)))
+    found = load(to, policy, "bfloat16")
+    structure = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=9)
+    step, kept = checkpoints.restore_params(structure) or (0, None)
+    checkpoints.close()
+    assert step == 2
+    jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(kept))
+    start = load(checkpoint, policy, "bfloat16")
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), found, start)
+    assert sum(jax.tree.leaves(moved)) > len(jax.tree.leaves(moved)) / 2
+
+    config.optimizer.master_dtype = "float32"
+    assert run(config, "test.py", str(tmp_path / "run")) == 2, "another dtype is another run"
+
+
 def test_a_run_of_random_weights_exports_too(tmp_path: Path):
     config = Config(policy=dataclasses.replace(SIZES, family="llama", tied_embeddings=False))
     vocab_size = CharTokenizer().vocab_size

@@ -47,6 +47,22 @@ def test_a_plan_of_devices_that_are_here_counts_their_very_bytes():
     assert "data 1 × fsdp 4 × tensor 2" in text
 
 
+def test_narrow_parameters_halve_their_bytes_in_a_plan_and_no_others():
+    sizes, stated = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        config = tiny(fsdp=4)
+        config.optimizer.master_dtype = dtype
+        params, programs = plan.compile_update(config, 32, make_mesh(config.mesh))
+        assert all(isinstance(program, Program) for program in programs.values())
+        sizes[dtype] = {name: program.arguments for name, program in programs.items()}
+        stated[dtype] = plan.state_bytes(config, params)
+        whole = params / 4
+    for name in ("accumulate", "apply"):
+        saved = sizes["float32"][name] - sizes["bfloat16"][name]
+        assert 2 * whole < saved < 2.2 * whole, "norms and biases are whole on each device"
+    assert stated["float32"] - stated["bfloat16"] == 2 * params
+
+
 def test_times_follow_the_data_sheet():
     chip = plan.Chip(flops=100.0, memory=1.0, memory_bytes_per_s=10.0, link_bytes_per_s=5.0)
     program = Program(0, 0, 0, 0.0, 20.0, {"all-gather": (3, 15.0)}, 0)
@@ -81,6 +97,7 @@ def test_what_lies_beside_a_program_counts_too():
         (lambda c: setattr(c.policy, "compute_dtype", "float32"), "policy.compute_dtype=bfloat16"),
         (lambda c: setattr(c.policy, "remat", "none"), "policy.remat=block"),
         (lambda c: setattr(c.batch, "rows_per_microbatch", 64), "rows_per_microbatch=32"),
+        (lambda c: None, "optimizer.master_dtype=bfloat16"),
         (lambda c: setattr(c.mesh, "data", 2), "mesh.data=1 with mesh.fsdp=2"),
         (lambda c: None, "a larger slice"),
     ],

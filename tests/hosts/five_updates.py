@@ -1,11 +1,13 @@
 """One process of two: five updates of recorded batches by the leader's and the follower's own code.
 
-python tests/hosts/five_updates.py PORT PROCESS FOLDER
+python tests/hosts/five_updates.py PORT PROCESS FOLDER MASTER_DTYPE
 """
 
 import asyncio
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax._src import xla_bridge  # has no public name (jax 0.10.2)
@@ -29,13 +31,13 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.05, eps=0.1)
 and a difference in its last bits stays one."""
 
 
-def make_learner(mesh: MeshConfig) -> Learner:
+def make_learner(mesh: MeshConfig, master_dtype: Any = "float32") -> Learner:
     return Learner(
         POLICY,
         VOCAB,
         make_mesh(mesh),
         loss=LossSettings(),
-        optimizer=OPTIMIZER,
+        optimizer=dataclasses.replace(OPTIMIZER, master_dtype=master_dtype),
         number_of_steps=UPDATES,
         rows_per_microbatch=ROWS,
         params=host_params(),
@@ -47,13 +49,13 @@ def recorded():
     return [batches(13 + 9 * number, ROWS, seed=number) for number in range(UPDATES)]
 
 
-def main(port: str, process: str, folder: Path) -> None:
+def main(port: str, process: str, folder: Path, master_dtype: str) -> None:
     peers = join(Place(f"127.0.0.1:{port}", 2, int(process)), start_timeout_s=60)
     assert peers is not None
     # run.py says which devices are the trainer's, and that is after this.
     assert not xla_bridge.backends_are_initialized()
     # Of each row, half of the tokens lie in one process and half in the other.
-    learner = make_learner(MeshConfig(context=4, tensor=2))
+    learner = make_learner(MeshConfig(context=4, tensor=2), master_dtype)
     store = OrbaxStore(folder / "weights", "bfloat16")
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
     if peers.leads:
@@ -88,4 +90,4 @@ def main(port: str, process: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -54,40 +54,50 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 # Five updates -----------------------------------------------------------------------------------
 
 
-def single(mesh: MeshConfig) -> tuple[list[np.ndarray], dict]:
-    learner = make_learner(mesh)
+def single(mesh: MeshConfig, master_dtype: str) -> tuple[list[np.ndarray], dict]:
+    learner = make_learner(mesh, master_dtype)
     stats = [np.array(learner.update_now(batch)[:-1], np.float64) for batch in recorded()]
     learner.close()
     return stats, jax.device_get(learner.params)
 
 
 @pytest.mark.deadline(200)
-def test_five_updates_of_two_processes_are_those_of_one(tmp_path: Path, started):
+@pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
+def test_five_updates_of_two_processes_are_those_of_one(tmp_path: Path, started, master_dtype: str):
     """1e-5 relative in float32, whatever the mesh and the number of processes. And what
-    two wrote, weights and checkpoint, one reads."""
+    two wrote, weights and checkpoint, one reads.
+
+    In bfloat16 the draws are the same ones; a last bit of a gradient may still turn one.
+    """
+    rtol = 1e-5 if master_dtype == "float32" else 1e-3
     port = free_port()
     script = str(ROOT / "tests" / "hosts" / "five_updates.py")
     logs = [tmp_path / f"{process}.log" for process in range(2)]
     for process, log in enumerate(logs):
-        started.append(start([script, port, str(process), str(tmp_path)], 4, log))
-    on_one_device, last = single(MeshConfig(1, 1, 1))
-    on_eight, last_of_eight = single(MeshConfig(2, 2, 2))
+        started.append(start([script, port, str(process), str(tmp_path), master_dtype], 4, log))
+    on_one_device, last = single(MeshConfig(1, 1, 1), master_dtype)
+    on_eight, last_of_eight = single(MeshConfig(2, 2, 2), master_dtype)
     for process, log in zip(started, logs, strict=True):
         assert process.wait(timeout=150) == 0, log.read_text()[-3000:]
 
     for number, expected in enumerate(on_one_device):
         found = np.load(tmp_path / f"stats_{number}.npy")
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(on_eight[number], expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-7)
+        np.testing.assert_allclose(on_eight[number], expected, rtol=rtol, atol=1e-7)
 
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
-    learner = make_learner(MeshConfig(1, 4, 1))
+    learner = make_learner(MeshConfig(1, 4, 1), master_dtype)
     restored = checkpoints.restore(learner.save_structure())
     assert restored is not None and restored.step == 5 and restored.host == {"cursor": 7}
     np.testing.assert_array_equal(restored.held["0"]["tokens"], np.arange(5))
     learner.restore(restored.state)
 
     def close(path, a, b):
+        if master_dtype == "bfloat16":
+            assert a.dtype == b.dtype == master_dtype and np.mean(a != b) < 0.01, path
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            np.testing.assert_allclose(a, b, rtol=2**-6, atol=1e-3, err_msg=str(path))
+            return
         scale = np.abs(b).max()
         np.testing.assert_allclose(a / scale, b / scale, atol=1e-5, err_msg=str(path))
 
