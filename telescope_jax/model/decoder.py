@@ -1,6 +1,6 @@
 """The policy as pure functions of a parameter tree: init, packed forward, prefill, decode.
 
-Parameters are a nested dict of float32 arrays. A leaf's path is its name, for good: sharding and
+Parameters are a nested dict of arrays, float32 unless the learner keeps them narrower. A leaf's path is its name, for good: sharding and
 decay rules match it, checkpoints store it, and the Hugging Face table maps it:
 
     embed/embedding [V D]
@@ -106,7 +106,7 @@ class Decoder:
         return self._constrain(stack.final_norm(x), "residual")
 
     def unembedding(self, params: Params) -> tuple[jax.Array, Literal["vd", "dv"]]:
-        """The float32 matrix that turns hidden states into logits, and its layout."""
+        """The matrix that turns hidden states into logits, and its layout."""
         if self.config.tied_embeddings:
             return params["embed"]["embedding"], "vd"
         return params["unembed"]["kernel"], "dv"

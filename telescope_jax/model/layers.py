@@ -199,7 +199,7 @@ class Stack(nnx.Module):
 
     def lookup(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Embeddings of `tokens`, in the compute dtype; NaN for an id outside the vocabulary."""
-        table, dtype = self.embed.embedding[...], self.embed.dtype
+        table, dtype = self.embed.embedding[...], jnp.dtype(self.embed.dtype)
         if table.dtype != dtype:
             return _look_up(table, tokens, dtype, self.constrain)
         return _rows(table, tokens, self.constrain)
