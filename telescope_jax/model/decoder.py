@@ -1,7 +1,8 @@
 """The policy as pure functions of a parameter tree: init, packed forward, prefill, decode.
 
-Parameters are a nested dict of arrays, float32 unless the learner keeps them narrower. A leaf's path is its name, for good: sharding and
-decay rules match it, checkpoints store it, and the Hugging Face table maps it:
+Parameters are a nested dict of arrays, float32 or, where the learner keeps them so, bfloat16. A
+leaf's path is its name, for good: sharding and decay rules match it, checkpoints store it, and the
+Hugging Face table maps it:
 
     embed/embedding [V D]
     layers/0/attention_norm/scale [D]         layers/0/mlp_norm/scale [D]
