@@ -51,8 +51,10 @@ SAME_RUN = (
 """Fields that a resumed run cannot change: prompts, books or parameters would no longer fit."""
 
 
-HOUSE = {"lock", "metrics", "events", "logs", "config.json", ".config.json.new", ".run.json.new"}
-"""What is there before run.json is."""
+HOUSE = {"lock", "metrics", "events", "config.json", ".config.json.new", ".run.json.new"}
+"""What a run writes before its run.json."""
+SERVERS_HOUSE = {"engines", "logs"}
+"""What servers that are started before the run (`--role=inference`) write."""
 
 
 class WorkdirError(RuntimeError):
@@ -95,7 +97,7 @@ class Workdir:
             path.mkdir(parents=True, exist_ok=True)
             resumed = (path / "run.json").exists()
             # A start that was killed early leaves an empty house, which is no other run's.
-            foreign = {entry.name for entry in path.iterdir()} - HOUSE
+            foreign = {entry.name for entry in path.iterdir()} - HOUSE - SERVERS_HOUSE
             if not resumed and foreign:
                 raise WorkdirError(
                     f"{path} holds no run (no run.json) and other things ({min(foreign)}); choose "

@@ -16,6 +16,7 @@ from telescope_jax import flags, serve
 from telescope_jax.config import Config
 from telescope_jax.interfaces import EngineError
 from telescope_jax.main import OWN_FLAGS
+from telescope_jax.workdir import Workdir
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = f"--config={ROOT / 'experiments' / 'math.py'}"
@@ -208,6 +209,8 @@ def test_a_server_that_dies_is_started_again_until_it_has_died_too_often(
     shape = serve.server_shape(vllm_config(), tmp_path, "0.0.0.0")
     assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 24
     assert (Path(shape.model) / "config.json").exists()
+    # docs/launch.md starts the servers first; the trainer then makes its run in the same folder.
+    Workdir.open(tmp_path, vllm_config(), STUDY).close()
 
     def dies(shape, *, name: str, port: int) -> list[str]:
         return [sys.executable, "-c", "raise SystemExit('out of memory')"]
