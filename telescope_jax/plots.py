@@ -71,6 +71,39 @@ def smooth(values: Sequence[float], window: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
+def mean_and_range(
+    axes: Axes,
+    curves: Sequence[tuple[Sequence[int], Sequence[float]]],
+    *,
+    smoothed: bool,
+    color: str,
+    label: str,
+    dashes: str = "-",
+) -> None:
+    """One curve, (steps, values), a seed: their mean at each step, and from lowest to highest."""
+    by_step: dict[int, list[float]] = {}
+    for steps, values in curves:
+        for step, value in zip(steps, values, strict=True):
+            by_step.setdefault(step, []).append(value)
+    if not by_step:
+        return
+    steps = sorted(by_step)
+    window = max(1, len(steps) // 12) if smoothed else 1
+    low, mean, high = (
+        smooth([of(by_step[step]) for step in steps], window) for of in (min, np.mean, max)
+    )
+    axes.plot(steps, mean, dashes, color=color, linewidth=1.8, label=label)
+    if len(curves) > 1:
+        axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+
+
+def plain(axes: Axes) -> None:
+    """A frame that does not compete with the curves."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.tick_params(length=0, colors=MUTED, labelsize=8)
+
+
 def _reward(axes: Axes, lines: Sequence[Line]) -> None:
     steps, rewards = metrics.series(lines, "rollout/reward")
     window = max(1, len(steps) // 12)

@@ -114,40 +114,35 @@ def spread(values: Sequence[float]) -> str:
 def figure(points: Sequence[Point], runs: Mapping[str, Lines], names: Sequence[str]) -> Figure:
     """One panel a metric, one curve a setting: the mean over its seeds, and their range."""
     shown = list(names) or ["rollout/reward"]
-    picture = Figure(
-        figsize=(8, 0.9 + 2.7 * len(shown)), dpi=150, layout="constrained", facecolor="white"
-    )
-    panels = picture.subplots(len(shown), 1, squeeze=False)[:, 0]
     groups = settings(points)
+    labels = [", ".join(f"{f.rpartition('.')[2]}={v}" for f, v in key) or "all" for key in groups]
+    height = 0.9 + 2.7 * len(shown) + 0.2 * len(groups)  # the legend below has a line a setting
+    picture = Figure(figsize=(8, height), dpi=150, layout="constrained", facecolor="white")
+    panels = picture.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, name in zip(panels, shown, strict=True):
         axes.set_title(name, loc="left", color=plots.INK, fontsize=10)
-        for number, (key, indices) in enumerate(groups.items()):
-            curves = [metrics.series(runs[points[index].name], name) for index in indices]
-            by_step: dict[int, list[float]] = {}
-            for steps, values in curves:
-                for step, value in zip(steps, values, strict=True):
-                    by_step.setdefault(step, []).append(value)
-            if not by_step:
-                continue
-            steps = sorted(by_step)
-            means = [statistics.fmean(by_step[step]) for step in steps]
-            window = max(1, len(steps) // 12) if name.startswith(NOISY) else 1
-            label = ", ".join(f"{f.rpartition('.')[2]}={v}" for f, v in key) or "all"
-            # Beyond eight settings colours repeat, dashed.
-            color, dashes = COLORS[number % len(COLORS)], "-" if number < len(COLORS) else "--"
-            axes.plot(
-                steps, plots.smooth(means, window), dashes, color=color, linewidth=1.8, label=label
+        for number, (indices, label) in enumerate(zip(groups.values(), labels, strict=True)):
+            plots.mean_and_range(
+                axes,
+                [metrics.series(runs[points[index].name], name) for index in indices],
+                smoothed=name.startswith(NOISY),
+                color=COLORS[number % len(COLORS)],
+                label=label,
+                # Beyond eight settings colours repeat, dashed.
+                dashes="-" if number < len(COLORS) else "--",
             )
-            if len(indices) > 1:
-                low = plots.smooth([min(by_step[step]) for step in steps], window)
-                high = plots.smooth([max(by_step[step]) for step in steps], window)
-                axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=plots.GRID, linewidth=0.8)
-        axes.tick_params(length=0, colors=plots.MUTED, labelsize=8)
+        plots.plain(axes)
     panels[-1].set_xlabel("step", color=plots.MUTED)
-    if handles := panels[0].get_legend_handles_labels()[0]:
-        picture.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
+    # Of all panels: not every setting has every metric.
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        picture.legend(
+            handles=list(handles.values()), loc="outside lower left", fontsize=8, frameon=False
+        )
     return picture
 
 

@@ -2,21 +2,22 @@
 
     python -m experiments.sweeps.corrections runs/staleness docs/staleness.png
 
-The picture shows the end of every setting, mean and range over the seeds; the same numbers are
-printed as a table. The reward is the mean of the last tenth of the steps, over all answers of the
-engine: with a distorted one they are not the policy's, and the held-out accuracy is what counts.
+The picture has a column a setting and a curve a correction: the mean over the seeds, and their
+range. Printed are the ends: a metric of all steps is its mean over the last tenth of them. The
+reward is that of the engine's answers, which with a distorted one are not the policy's; the
+held-out accuracy is what counts.
 """
 
 import argparse
-import csv
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from telescope_jax import plots
+from telescope_jax import metrics, plots, sweep_table
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {"use_tis": False},
@@ -30,7 +31,18 @@ COLORS = dict(zip(CORRECTIONS, ("#5c6b73", "#2563a8", "#d9752b", "#2f8f6b"), str
 METRICS = {
     "rollout/reward": "reward of the sampler",
     "eval/sums/sampled_accuracy": "held-out, sampled from the policy",
+    "eval/sums/accuracy": "held-out, greedy",
 }
+
+
+class Run(NamedTuple):
+    """A finished run of the sweep."""
+
+    setting: str
+    """What was varied beside the correction, in words."""
+    correction: str
+    lines: sweep_table.Lines
+    """Of its metrics files."""
 
 
 def corrections(*names: str) -> list[dict[str, Any]]:
@@ -38,89 +50,102 @@ def corrections(*names: str) -> list[dict[str, Any]]:
     return [CORRECTIONS[name] for name in names or CORRECTIONS]
 
 
-def correction_of(row: Mapping[str, str]) -> str:
-    """The name of the correction that a line of table.csv was run with."""
-    if row["use_tis"] == "False":
+def correction_of(overrides: Mapping[str, str]) -> str:
+    """The name of the correction that a point was run with."""
+    if overrides["use_tis"] == "False":
         return "none"
-    if row.get("loss.objective") == "ppo":
+    if overrides.get("loss.objective") == "ppo":
         return "decoupled PPO"
-    return "icepop" if row.get("loss.tis_mode") == "icepop" else "TIS"
+    return "icepop" if overrides.get("loss.tis_mode") == "icepop" else "TIS"
 
 
-def setting_of(row: Mapping[str, str]) -> str:
-    """What was varied beside the correction, in words."""
-    if "max_async_rollout" in row:
-        return row["max_async_rollout"]
-    if row["engine.distort_int8"] == "True":
+def setting_of(overrides: Mapping[str, str]) -> str:
+    """What a point varies beside the correction."""
+    if "max_async_rollout" in overrides:
+        return overrides["max_async_rollout"]
+    if overrides["engine.distort_int8"] == "True":
         return "8 bits"
-    same = float(row["engine.distort_temperature"]) == 1
-    return "as trained" if same else f"temperature {row['engine.distort_temperature']}"
+    same = float(overrides["engine.distort_temperature"]) == 1
+    return "as trained" if same else f"temperature {overrides['engine.distort_temperature']}"
 
 
-Ends = dict[tuple[str, str], list[float]]
-"""(setting, correction) -> the last value of each finished seed."""
+def finished(sweep: Path) -> list[Run]:
+    """The finished runs below the sweep's folder: by lead, or the undistorted sampler first."""
+    runs = []
+    for path in (sweep / "points").glob("*.json"):
+        overrides, folder = json.loads(path.read_text())["overrides"], sweep / "runs" / path.stem
+        state = folder / "run.json"
+        if state.exists() and json.loads(state.read_text()).get("state") == "finished":
+            lines = metrics.read(folder / "metrics")
+            runs.append(Run(setting_of(overrides), correction_of(overrides), lines))
+
+    def place(run: Run) -> tuple[int, bool, bool]:
+        lead = int(run.setting) if run.setting.isdigit() else 0
+        return lead, run.setting != "as trained", run.setting == "8 bits"
+
+    return sorted(runs, key=place)
 
 
-def ends(rows: Sequence[Mapping[str, str]], metric: str) -> Ends:
-    found: Ends = {}
-    for row in rows:
-        if row["state"] == "finished" and row.get(metric):
-            key = setting_of(row), correction_of(row)
-            found.setdefault(key, []).append(float(row[metric]))
-    return found
-
-
-def table(found: Ends) -> str:
+def table(runs: Sequence[Run], metric: str) -> str:
     """Markdown: a line a setting, a column a correction."""
-    settings = list(dict.fromkeys(setting for setting, _ in found))
+
+    def end(lines: sweep_table.Lines) -> float | None:
+        return sweep_table.final(lines, metric)
+
     lines = ["| | " + " | ".join(CORRECTIONS) + " |", "|---" * (len(CORRECTIONS) + 1) + "|"]
-    for setting in settings:
+    for setting in dict.fromkeys(run.setting for run in runs):
         cells = []
         for name in CORRECTIONS:
-            seeds = found.get((setting, name), [])
-            spread = f" ± {statistics.stdev(seeds):.3f}" if len(seeds) > 1 else ""
-            few = "" if len(seeds) == 3 else f" ({len(seeds)})"
-            cells.append(f"{statistics.fmean(seeds):.3f}{spread}{few}" if seeds else "—")
+            mine = [run.lines for run in runs if run[:2] == (setting, name)]
+            ends = [
+                x for x in (sweep_table.final(lines, metric) for lines in mine) if x is not None
+            ]
+            spread = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 else ""
+            few = "" if len(ends) == 3 else f" ({len(ends)})"
+            cells.append(f"{statistics.fmean(ends):.3f}{spread}{few}" if ends else "—")
         lines.append(f"| {setting} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Mapping[str, str]]) -> Figure:
-    """A panel a metric, a line a correction."""
-    picture = Figure(figsize=(7.5, 3), dpi=80, layout="constrained", facecolor="white")
-    for axes, (metric, title) in zip(
-        picture.subplots(1, len(METRICS)), METRICS.items(), strict=True
-    ):
-        found = ends(rows, metric)
-        settings = list(dict.fromkeys(setting for setting, _ in found))
-        for index, (name, color) in enumerate(COLORS.items()):
-            here = [(x, found[s, name]) for x, s in enumerate(settings) if (s, name) in found]
-            places = [x + 0.08 * (index - 1.5) for x, _ in here]
-            means = [statistics.fmean(seeds) for _, seeds in here]
-            ranges = [
-                [m - min(seeds) for m, (_, seeds) in zip(means, here, strict=True)],
-                [max(seeds) - m for m, (_, seeds) in zip(means, here, strict=True)],
-            ]
-            axes.errorbar(places, means, ranges, fmt="o-", ms=3, lw=1, color=color, label=name)
-        axes.set_xticks(range(len(settings)), settings, fontsize=8)
+def draw(runs: Sequence[Run]) -> Figure:
+    """A row a metric, a column a setting, a curve a correction."""
+    settings = list(dict.fromkeys(run.setting for run in runs))
+    size = 1 + 2.3 * len(settings), 1 + 2 * len(METRICS)
+    picture = Figure(figsize=size, dpi=100, layout="constrained", facecolor="white")
+    panels = picture.subplots(len(METRICS), len(settings), sharex=True, sharey="row", squeeze=False)
+    for row, (metric, title) in zip(panels, METRICS.items(), strict=True):
+        row[0].set_ylabel(title, color=plots.INK, fontsize=8)
+        for axes, setting in zip(row, settings, strict=True):
+            for name, color in COLORS.items():
+                mine = [run.lines for run in runs if run[:2] == (setting, name)]
+                curves = [metrics.series(lines, metric) for lines in mine]
+                plots.mean_and_range(
+                    axes, curves, smoothed=metric.startswith(sweep_table.NOISY), color=color,
+                    label=name,
+                )  # fmt: skip
+            plots.plain(axes)
+    leads = all(setting.isdigit() for setting in settings)
+    for axes, setting in zip(panels[0], settings, strict=True):
+        title = f"{setting} steps ahead" if leads else setting
         axes.set_title(title, loc="left", color=plots.INK, fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=plots.GRID, linewidth=0.8)
-        axes.tick_params(length=0, colors=plots.MUTED, labelsize=8)
-    picture.axes[0].legend(fontsize=7, frameon=False)
+    for axes in panels[-1]:
+        axes.set_xlabel("step", color=plots.MUTED, fontsize=8)
+    handles = panels[0][0].get_legend_handles_labels()[0]
+    picture.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8, frameon=False)
     return picture
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("sweep", type=Path, help="folder of the sweep, with its table.csv")
+    parser.add_argument("sweep", type=Path, help="folder of the sweep")
     parser.add_argument("picture", type=Path, help="PNG to write")
     asked = parser.parse_args(argv)
-    with (asked.sweep / "table.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    runs = finished(asked.sweep)
+    if not runs:
+        parser.error(f"{asked.sweep} holds no finished run of a sweep")
     for metric, title in METRICS.items():
-        print(f"{title} (`{metric}`):\n\n{table(ends(rows, metric))}\n")
-    draw(rows).savefig(asked.picture)
+        print(f"{title} (`{metric}`):\n\n{table(runs, metric)}\n")
+    draw(runs).savefig(asked.picture)
 
 
 if __name__ == "__main__":

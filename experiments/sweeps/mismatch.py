@@ -4,7 +4,7 @@
     python -m telescope_jax.sweep --sweep=experiments/sweeps/mismatch.py:tiny
     python -m experiments.sweeps.corrections runs/mismatch docs/mismatch.png
 
-Three samplers × four corrections × three seeds of `experiments/small_sums.py`, one step ahead:
+Three samplers × four corrections × three seeds of `experiments/small_sums.py`, two steps ahead:
 as the trainer has it; at temperature 0.6 where the trainer scores at 1; and with weight matrices
 rounded to 8 bits. Each reports the log-probs of what it sampled from, so the weights can correct.
 """
