@@ -7,6 +7,7 @@ Works on a run that is still going, and on one whose process is long gone.
 
 import os
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def mean_and_range(
     steps = sorted(by_step)
     window = max(1, len(steps) // 12) if smoothed else 1
     low, mean, high = (
-        smooth([of(by_step[step]) for step in steps], window) for of in (min, np.mean, max)
+        smooth([of(by_step[step]) for step in steps], window) for of in (min, statistics.fmean, max)
     )
     axes.plot(steps, mean, dashes, color=color, linewidth=1.8, label=label)
     if len(curves) > 1:
