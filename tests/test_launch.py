@@ -72,12 +72,14 @@ def test_the_slurm_script_allocates_both_kinds_of_nodes_and_joins_them(tmp_path:
     stubs.mkdir()
     log = tmp_path / "calls"
     write_stub(stubs / "scontrol", f'echo "scontrol $*" >>{log}; [ "$1" = show ] && echo -e "$3"')
-    # A trainer that was preempted; servers that run until they are ended.
+    # A trainer that is preempted once the servers are there; they run until they are ended.
     srun = f"""
     env | grep ^TELESCOPE_ | sed 's/KEY=.*/KEY=secret/' | sort >>{log}.env
     case "$1" in
       --het-group=1) printf '%s\\n' "$@" >{log}.servers; exec sleep 60 ;;
-      *) printf '%s\\n' "$@" >{log}.trainers; exit 143 ;;
+      *) printf '%s\\n' "$@" >{log}.trainers
+         until [ -s {log}.servers ]; do sleep 0.01; done
+         exit 143 ;;
     esac"""
     write_stub(stubs / "srun", srun)
     environment = os.environ | {
