@@ -8,8 +8,6 @@ On a mesh, activations are pinned to the layouts of sharding.py by their kind ("
 say nothing of placement, which is what an engine wants.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention.api import attention, sharded_attention
 from telescope_jax.config import PolicyConfig
+from telescope_jax.model.lookup import look_up
 from telescope_jax.model.rope import rotate
 from telescope_jax.sharding import ROWS, constrain
 
@@ -199,51 +198,8 @@ class Stack(nnx.Module):
 
     def lookup(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Embeddings of `tokens`, in the compute dtype; NaN for an id outside the vocabulary."""
-        table, dtype = self.embed.embedding[...], jnp.dtype(self.embed.dtype)
-        if table.dtype != dtype:
-            return _look_up(table, tokens, dtype, self.constrain)
-        return _rows(table, tokens, self.constrain)
-
-
-def _look_up(
-    table: Float[Array, "V D"], tokens: Int[Array, "*rows"], dtype: jnp.dtype, pin: Callable
-) -> Float[Array, "*rows D"]:
-    """Rows of the table cast to `dtype`; the gradient adds up in the table's own.
-
-    Cast before it is gathered over fsdp, or twice the bytes would travel; and yet a token's uses
-    add up unrounded, which the gradient of these very operations would not do.
-    """
-    return _narrow_rows(table, tokens, dtype, pin, jax.ShapeDtypeStruct(table.shape, table.dtype))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _narrow_rows(
-    table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct
-) -> Array:
-    del like
-    # Pinned where it lies too: else the cast is merged into the gather, and comes after it.
-    return _rows(pin(table.astype(dtype), "split_table"), tokens, pin)
-
-
-def _rows(table: Array, tokens: Array, pin: Callable) -> Array:
-    return jnp.take(pin(table, "table"), tokens, axis=0)
-
-
-def _forward(
-    table: Array, tokens: Array, dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct
-) -> tuple:
-    return _narrow_rows(table, tokens, dtype, pin, like), tokens
-
-
-def _backward(
-    dtype: jnp.dtype, pin: Callable, like: jax.ShapeDtypeStruct, tokens: Array, gradient: Array
-) -> tuple:
-    del dtype
-    add_up = jax.linear_transpose(lambda table: _rows(table, tokens, pin), like)
-    return *add_up(gradient.astype(like.dtype)), None
-
-
-_narrow_rows.defvjp(_forward, _backward)
+        dtype = jnp.dtype(self.embed.dtype)
+        return look_up(self.embed.embedding[...], tokens, dtype, self.constrain)
 
 
 def _dtype(config: PolicyConfig) -> jnp.dtype:

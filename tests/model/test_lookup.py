@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from telescope_jax import hlo
 from telescope_jax.config import MeshConfig
-from telescope_jax.model.layers import _look_up
+from telescope_jax.model.lookup import look_up
 from telescope_jax.sharding import constrain, make_mesh
 
 V, D, NARROW = 256, 48, jnp.dtype("bfloat16")
@@ -45,20 +45,18 @@ def test_values_and_gradient_are_bit_for_bit_those_of_a_cast_after_the_lookup(me
     mesh = make_mesh(mesh_config)
     table, tokens, cotangent = placed(mesh)
 
-    def both(look_up):
+    def both(way):
         pin = constrain(mesh)
 
         @jax.jit
         def run(table, tokens, cotangent):
-            values, pull = jax.vjp(
-                lambda t: pin(look_up(t, tokens, NARROW, pin), "residual"), table
-            )
+            values, pull = jax.vjp(lambda t: pin(way(t, tokens, NARROW, pin), "residual"), table)
             return values, *pull(cotangent)
 
         values, gradient = run(table, tokens, cotangent)
         return np.asarray(values).view(np.uint16), np.asarray(gradient)
 
-    (values, gradient), (expected_values, expected) = both(_look_up), both(cast_after)
+    (values, gradient), (expected_values, expected) = both(look_up), both(cast_after)
     np.testing.assert_array_equal(values, expected_values)
     np.testing.assert_array_equal(gradient, expected)
     assert gradient.dtype == np.float32
@@ -83,11 +81,11 @@ def test_what_is_gathered_over_fsdp_is_bfloat16(tmp_path: Path):
     mesh = make_mesh(MESHES[0])
     table, tokens, _ = placed(mesh)
     gathered = []
-    for number, look_up in enumerate((cast_after, _look_up)):
+    for number, way in enumerate((cast_after, look_up)):
         folder = tmp_path / str(number)
 
-        def forward(table, look_up=look_up):
-            return constrain(mesh)(look_up(table, tokens, NARROW, constrain(mesh)), "residual")
+        def forward(table, way=way):
+            return constrain(mesh)(way(table, tokens, NARROW, constrain(mesh)), "residual")
 
         jax.jit(forward).lower(table).compile(
             compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd.*"}
