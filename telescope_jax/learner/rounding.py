@@ -42,7 +42,8 @@ def round_stochastically(x: Float32[Array, "*n"], key: jax.Array) -> BFloat16[Ar
     # Integers throughout: sign and magnitude lie apart, a carry moves on into the exponent, and
     # denormals are not flushed on the way.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    with jax.threefry_partitionable(True):  # else the numbers are others, and gathered on a mesh
+        noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     high = ((bits + noise) >> _DROPPED).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(high, jnp.bfloat16)
     # Of what is not finite the sum would be another NaN, or a finite number of the other sign.

@@ -94,6 +94,17 @@ def test_every_part_of_a_draw_decides():
     assert len({np.asarray(_round(x, key)).tobytes() for key in keys}) == len(draws)
 
 
+def test_no_setting_of_jax_changes_a_rounding():
+    x = np.random.default_rng(0).normal(size=8_001).astype(np.float32)
+
+    def drawn() -> np.ndarray:
+        return np.asarray(round_stochastically(x, draw_key(jnp.zeros(3, jnp.uint32))))
+
+    expected = drawn()
+    with jax.threefry_partitionable(False), jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(drawn(), expected)
+
+
 # One update -------------------------------------------------------------------------------------
 
 
