@@ -45,7 +45,7 @@ def draw(lines: Sequence[Line], title: str = "") -> Figure:
     _staleness(staleness, lines)
     for axes in (reward, accuracy, staleness):
         _restarts(axes, lines)
-        _quiet(axes)
+        quiet(axes)
     staleness.set_xlabel("step", color=MUTED)
     last = max(line["step"] for line in lines)
     # Room on the right for the labels at the ends of the curves.
@@ -98,10 +98,12 @@ def mean_and_range(
         axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
 
 
-def plain(axes: Axes) -> None:
+def quiet(axes: Axes) -> None:
     """A frame that does not compete with the curves."""
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=MUTED, labelsize=8)
 
 
@@ -199,14 +201,6 @@ def _restarts(axes: Axes, lines: Sequence[Line]) -> None:
 def _nothing(axes: Axes) -> None:
     axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, color=MUTED, ha="center")
     axes.set_yticks([])
-
-
-def _quiet(axes: Axes) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors=MUTED, labelsize=8)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -131,7 +131,7 @@ def figure(points: Sequence[Point], runs: Mapping[str, Lines], names: Sequence[s
                 # Beyond eight settings colours repeat, dashed.
                 dashes="-" if number < len(COLORS) else "--",
             )
-        plots.plain(axes)
+        plots.quiet(axes)
     panels[-1].set_xlabel("step", color=plots.MUTED)
     # Of all panels: not every setting has every metric.
     handles = {

@@ -123,7 +123,7 @@ def draw(runs: Sequence[Run]) -> Figure:
                     axes, curves, smoothed=metric.startswith(sweep_table.NOISY), color=color,
                     label=name,
                 )  # fmt: skip
-            plots.plain(axes)
+            plots.quiet(axes)
     leads = all(setting.isdigit() for setting in settings)
     for axes, setting in zip(panels[0], settings, strict=True):
         title = f"{setting} steps ahead" if leads else setting
