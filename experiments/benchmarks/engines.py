@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.benchmarks.policies import SIZES, random_params
+from experiments.benchmarks.policies import SIZES, random_params, write_checkpoint
 from telescope_jax.config import EngineConfig, PlacementConfig, PolicyConfig
 from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.engine_client import start_engines
@@ -31,7 +31,6 @@ from telescope_jax.interfaces import Engine
 from telescope_jax.setup import use_compilation_cache
 from telescope_jax.types import SamplingParams
 from telescope_jax.weights.hf_config import hf_config_of
-from telescope_jax.weights.hf_files import write
 from telescope_jax.weights.hf_layout import from_hf, to_hf
 from telescope_jax.weights.store import OrbaxStore
 
@@ -101,9 +100,7 @@ async def transformers(
 ) -> list[float]:
     model = folder / "model"
     model.mkdir()
-    write(model, {name: np.asarray(x) for name, x in to_hf(random_params(policy)).items()})
-    described = hf_config_of(policy, policy.vocab_size, PROMPT + arguments.tokens)
-    (model / "config.json").write_text(json.dumps(described))
+    write_checkpoint(model, policy, random_params(policy), PROMPT + arguments.tokens)
     np.save(folder / "prompts.npy", prompts)
     script = Path(__file__).with_name("hf_generate.py")
     command = [sys.executable, "-I", script, model, folder / "prompts.npy", policy.compute_dtype]

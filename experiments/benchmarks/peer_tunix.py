@@ -8,7 +8,7 @@ update and brings the new weights to the sampler. The same random Qwen3 weights,
 tokens (no end token), reward, loss (GRPO clipped, π_old = π, KL to the reference β = 0.04, token
 mean) and AdamW, in float32 and on all cores that this process may use. Before anything is timed,
 the number of parameters and the log-probs of one sequence must agree; the first step of each, which
-compiles, is left out, and no timed step of ours may compile. tunix runs in a process of its own
+compiles, is left out, and no timed update of ours may compile. tunix runs in a process of its own
 that waits while ours works, and the repeats take turns.
 
 What differs. tunix samples the batch in one jitted loop, reads the prompt for each member of a
@@ -25,36 +25,28 @@ To reach: ≥ 1.5 × tunix.
 import argparse
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
-from experiments.benchmarks.policies import count, random_params
+from experiments.benchmarks.peer import Peer
+from experiments.benchmarks.policies import count, learner_of, random_params, write_checkpoint
 from telescope_jax.assembly import AssemblySettings, assemble
-from telescope_jax.config import EngineConfig, MeshConfig, OptimizerConfig, PolicyConfig
+from telescope_jax.config import EngineConfig, OptimizerConfig, PolicyConfig
 from telescope_jax.inference.embedded import EngineShape, build_engines
 from telescope_jax.inference.reference import PublishedReference
 from telescope_jax.interfaces import Sample
-from telescope_jax.learner.learner import Learner
 from telescope_jax.learner.loss import LossSettings
 from telescope_jax.ledger import Attempt
 from telescope_jax.rollouts.episode import Episode, EpisodeSettings
 from telescope_jax.rollouts.group import play_group
 from telescope_jax.setup import use_compilation_cache
-from telescope_jax.sharding import make_mesh
 from telescope_jax.types import Params, Prompt, Reward, SamplingParams, Uid, WeightsRef
-from telescope_jax.weights.hf_config import hf_config_of
-from telescope_jax.weights.hf_files import write
-from telescope_jax.weights.hf_layout import to_hf
 
 PROMPT, NEW_TOKENS, BETA = 32, 32, 0.04
 CONTEXT = PROMPT + NEW_TOKENS
@@ -143,16 +135,13 @@ class Ours:
             self._store,
             names=["train"],
         )["train"]
-        self.learner = Learner(
+        self.learner = learner_of(
             policy,
-            policy.vocab_size,
-            make_mesh(MeshConfig(), jax.devices()[:1]),
+            params,
             loss=LOSS,
             optimizer=OPTIMIZER,
-            number_of_steps=1_000,
             rows_per_microbatch=shape.rows_per_microbatch,
             old_logprobs=True,
-            params=params,
         )
         self._episodes = EpisodeSettings(SamplingParams(NEW_TOKENS), CONTEXT, 600.0, 0)
         self._assembly = AssemblySettings(
@@ -206,41 +195,14 @@ class Ours:
         await self._engine.load(WeightsRef(version, "", ""))
 
 
-class Tunix:
-    """The other side, in its own process; it works only while it is asked."""
-
-    def __init__(self, folder: Path, python: str, packages: str) -> None:
-        script = Path(__file__).with_name("tunix_step.py")
-        # -P: the folder of the script holds modules with the names of packages.
-        self._process = subprocess.Popen(
-            [python, "-P", script, folder],
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "log").open("w"),
-            text=True,
-            env=os.environ | ({"PYTHONPATH": packages} if packages else {}),
-        )
-        self._log = folder / "log"
-
-    def ask(self, what: str) -> Any:
-        """`logprobs` or `step`; the answer is JSON."""
-        to, back = self._process.stdin, self._process.stdout
-        assert to is not None and back is not None
-        print(what, file=to, flush=True)
-        answer = back.readline()
-        if not answer:
-            code, words = self._process.wait(), self._log.read_text()[-2_000:]
-            raise RuntimeError(f"the tunix process ended with code {code}: {words}")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def tunix_process(folder: Path, python: str, packages: str) -> Peer:
+    """It answers `logprobs` and `step`."""
+    # -P: the folder of the script holds modules with the names of packages.
+    script = Path(__file__).with_name("tunix_step.py")
+    return Peer("tunix", [python, "-P", script, folder], folder, packages)
 
 
-def compare(name: str, ours: Ours, tunix: Tunix, sequence: list[int]) -> None:
+def compare(name: str, ours: Ours, tunix: Peer, sequence: list[int]) -> None:
     """Prints by how much the two models differ.
 
     Raises:
@@ -259,9 +221,7 @@ def measure(size: str, batch: str, asked: argparse.Namespace) -> None:
     params = random_params(policy)
     with tempfile.TemporaryDirectory() as path, asyncio.Runner() as runner:
         folder, ours = Path(path), Ours(policy, shape, params)
-        write(folder, {key: np.asarray(x) for key, x in to_hf(params).items()})
-        described = hf_config_of(policy, policy.vocab_size, CONTEXT)
-        (folder / "config.json").write_text(json.dumps(described))
+        write_checkpoint(folder, policy, params, CONTEXT)
         told = {
             "prompts": [" ".join(map(str, prompt)) for prompt in ours.prompts],
             "sequence": np.random.default_rng(1).integers(0, policy.vocab_size, CONTEXT).tolist(),
@@ -273,7 +233,7 @@ def measure(size: str, batch: str, asked: argparse.Namespace) -> None:
             "beta": BETA,
         }
         (folder / "plan.json").write_text(json.dumps(told))
-        tunix = Tunix(folder, asked.peer_python, asked.peer_path)
+        tunix = tunix_process(folder, asked.peer_python, asked.peer_path)
         try:
             runner.run(ours.load(0))
             compare(name, ours, tunix, told["sequence"])

@@ -20,30 +20,32 @@ To reach: ≥ 1.2 × torch, and ≥ 0.6 of the matmul rate at 135M.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.policies import SIZES, count, random_params
-from telescope_jax.config import MeshConfig, OptimizerConfig, PolicyConfig
+from experiments.benchmarks.peer import Peer
+from experiments.benchmarks.policies import (
+    SIZES,
+    count,
+    learner_of,
+    random_params,
+    write_checkpoint,
+)
+from telescope_jax.config import OptimizerConfig, PolicyConfig
 from telescope_jax.learner.learner import Learner
 from telescope_jax.learner.loss import Denominators, LossSettings
 from telescope_jax.setup import use_compilation_cache
-from telescope_jax.sharding import make_mesh, place_rows
+from telescope_jax.sharding import place_rows
 from telescope_jax.types import PackedBatch, Params
-from telescope_jax.weights.hf_config import hf_config_of
-from telescope_jax.weights.hf_files import write
 from telescope_jax.weights.hf_layout import to_hf
 
 LOSS = LossSettings(tis_cap=2.0)
@@ -81,19 +83,6 @@ def packed_batch(shape: Shape, vocab_size: int, seed: int = 0) -> PackedBatch:
     )
 
 
-def our_learner(policy: PolicyConfig, shape: Shape, params: Params) -> Learner:
-    return Learner(
-        policy,
-        policy.vocab_size,
-        make_mesh(MeshConfig(), jax.devices()[:1]),
-        loss=LOSS,
-        optimizer=OPTIMIZER,
-        number_of_steps=1_000,
-        rows_per_microbatch=shape.rows_per_microbatch,
-        params=params,
-    )
-
-
 def our_gradient(
     learner: Learner, params: Params, batch: PackedBatch, shape: Shape
 ) -> tuple[float, dict[str, np.ndarray]]:
@@ -114,31 +103,12 @@ def our_gradient(
     return float(sums.loss.loss), gradient
 
 
-class Torch:
-    """The other side, in its own process; it works only while it is asked."""
-
-    def __init__(self, folder: Path, threads: int, shape: Shape) -> None:
-        script = Path(__file__).with_name("hf_update.py")
-        command = [sys.executable, "-I", script, folder, str(threads)]
-        command += [str(shape.rows_per_microbatch), str(OPTIMIZER.learning_rate), str(LOSS.tis_cap)]
-        self._process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, what: str) -> Any:
-        """`gradient`, `update` or `matmul`; the answer is JSON."""
-        to, back = self._process.stdin, self._process.stdout
-        assert to is not None and back is not None
-        print(what, file=to, flush=True)
-        answer = back.readline()
-        if not answer:
-            raise RuntimeError(f"the torch process ended with code {self._process.wait()}")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def torch_process(folder: Path, threads: int, shape: Shape) -> Peer:
+    """It answers `gradient`, `update` and `matmul`."""
+    script = Path(__file__).with_name("hf_update.py")
+    command = [sys.executable, "-I", script, folder, str(threads)]
+    command += [str(shape.rows_per_microbatch), str(OPTIMIZER.learning_rate), str(LOSS.tis_cap)]
+    return Peer("torch", command, folder)
 
 
 def matmul_rate(size: int = 2_048, repeats: int = 5) -> float:
@@ -178,14 +148,18 @@ def measure(size: str, *, repeats: int, threads: int, check_only: bool, toleranc
     batch = packed_batch(shape, policy.vocab_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, {n: np.asarray(x) for n, x in to_hf(params).items()})
-        described = hf_config_of(policy, policy.vocab_size, shape.seq_len)
-        (folder / "config.json").write_text(json.dumps(described))
+        write_checkpoint(folder, policy, params, shape.seq_len)
         arrays = {k: v for k, v in batch._asdict().items() if v is not None}
         np.savez(folder / "batch.npz", **arrays)
-        torch = Torch(folder, threads, shape)
+        torch = torch_process(folder, threads, shape)
         try:
-            learner = our_learner(policy, shape, params)
+            learner = learner_of(
+                policy,
+                params,
+                loss=LOSS,
+                optimizer=OPTIMIZER,
+                rows_per_microbatch=shape.rows_per_microbatch,
+            )
             loss, gradient = our_gradient(learner, learner.params, batch, shape)
             their_loss = torch.ask("gradient")["loss"]
             with np.load(folder / "gradient.npz") as file:
@@ -200,7 +174,7 @@ def measure(size: str, *, repeats: int, threads: int, check_only: bool, toleranc
 
 
 def report(
-    size: str, learner: Learner, batch: PackedBatch, shape: Shape, torch: Torch, repeats: int
+    size: str, learner: Learner, batch: PackedBatch, shape: Shape, torch: Peer, repeats: int
 ) -> None:
     """Times both sides in turn, and the matmul on both."""
     learner.update_now([batch])
