@@ -66,10 +66,13 @@ def test_what_orbax_does_again_and_again_leaves_nothing_behind(tmp_path: Path, w
     actions = {"save": save, "restore": lambda: checkpoints.restore(structure)}
     for _ in range(2):  # what is made once
         actions[what]()
-    before = objects()
-    for _ in range(3):
+    grown = []
+    for _ in range(5):
+        before = objects()
         actions[what]()
-    assert (objects() - before) / 3 < 10
+        grown.append(objects() - before)
+    # What leaks does so every time; what else this process holds, of tests before, comes and goes.
+    assert min(grown) < 10, grown
     checkpoints.close()
 
 
