@@ -112,7 +112,7 @@ class _Program:
                 if header := _HEADER.match(row):
                     lines = self.computations.setdefault(header["name"], {})
                     entry = header["name"] if header["entry"] else entry
-            elif row == "}":  # a kernel's body has lines of its own that begin so
+            elif row == "}" or row.startswith("}, execution_thread="):  # a kernel's body has "}}"
                 lines = None
             elif found := _INSTRUCTION.match(row):
                 argument, rest = _split(row[found.end() :])
@@ -121,6 +121,8 @@ class _Program:
                     found["name"], found["type"], found["code"], operands, argument, rest,
                     bool(found["root"]),
                 )  # fmt: skip
+        if not entry:
+            raise ValueError("no line of the text begins with ENTRY: it is no program of XLA's")
         return entry
 
     def _call(self, line: _Line, runs: int) -> None:
@@ -177,10 +179,7 @@ class _Program:
             return 2.0 * _bytes(line.type)
         if line.code == "dynamic-update-slice":
             return 2.0 * sizes[1]
-        shapes = _SHAPE.findall(line.type)
-        # What is started names its operands again among its results.
-        written = _size(*shapes[0]) if line.code.endswith("-start") else _bytes(line.type)
-        return sum(sizes) + written
+        return sum(sizes) + _bytes(_results(line))
 
     def _accessed_by_fusion(self, line: _Line, lines: Mapping[str, _Line]) -> float:
         called = _CALLED.search(line.rest)
@@ -260,9 +259,20 @@ def _dims(type_: str) -> list[int]:
 
 def _arrived(line: _Line) -> float:
     """Bytes of a collective's results, wherever they lie."""
-    sizes = [_size(kind, dims) for kind, dims, _ in _SHAPE.findall(line.type)]
-    # What is started has operands and results in its type: the larger one is what arrives.
-    return max(sizes, default=0.0) if line.code.endswith("-start") else sum(sizes)
+    return sum(_size(kind, dims) for kind, dims, _ in _SHAPE.findall(_results(line)))
+
+
+def _results(line: _Line) -> str:
+    """The type without what a started operation names beside its results: `(operands, results,
+    …)`, where each of the two may be a tuple. An all-reduce's start has the results alone."""
+    if not line.code.endswith("-start") or line.code == "all-reduce-start":
+        return line.type
+    depth, part, results = 0, 0, ""
+    for letter in line.type[1:]:
+        depth += (letter in "({[") - (letter in ")}]")
+        part += letter == "," and depth == 0
+        results += letter if part == 1 else ""
+    return results or line.type
 
 
 def _convolution_flops(

@@ -92,6 +92,40 @@ def test_collectives_are_counted_with_what_arrives():
     }
 
 
+@pytest.mark.parametrize(
+    ("started", "arrive"),
+    [
+        ("(bf16[4]{0}, bf16[32]{0}) all-gather-start(%x)", 64),
+        ("((f32[4]{0}, f32[2,2]{1,0}), (f32[8]{0}, f32[4,2]{1,0})) all-gather-start(%x, %y)", 64),
+        ("(f32[10]{0:T(128)S(1)}, f32[20]{0}) all-reduce-start(%x, %y), to_apply=%add", 120),
+        ("f32[10]{0} all-reduce-start(%x), to_apply=%add", 40),
+        ("((f32[16]{0}), f32[2]{0}, s32[]{:S(2)}) reduce-scatter-start(%x), to_apply=%add", 8),
+        ("(f32[6]{0}, f32[6]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 24),
+    ],
+)
+def test_what_is_started_arrives_without_its_operands(started: str, arrive: int):
+    """Of several in one the largest alone was counted, and of a reduce-scatter what it reads."""
+    text = f"ENTRY %main (x: f32[4]) -> f32[] {{\n  %a = {started}, channel_id=1\n}}\n"
+    [(number, size)] = hlo.count(text).collectives.values()
+    assert (number, size) == (1, arrive)
+
+
+def test_the_computation_of_another_thread_ends_where_it_ends():
+    """Else all that follows it, ENTRY too, was read as its own lines."""
+    text = """%host (p: f32[4,8]) -> f32[4,8] {
+  ROOT %p = f32[4,8]{1,0} parameter(0)
+}, execution_thread="host"
+
+ENTRY %main (x: f32[4,8]) -> f32[4,4] {
+  %x = f32[4,8]{1,0} parameter(0)
+  ROOT %d = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+    assert hlo.count(text).flops == 2 * 4 * 4 * 8
+    with pytest.raises(ValueError, match="ENTRY"):
+        hlo.count(text.partition("ENTRY")[0])
+
+
 TPU_LOOP = """%cond (c: (s32[], f32[4])) -> pred[] {
   %c = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}) parameter(0)
   %n = s32[]{:T(128)} constant(24), backend_config={"flag_configs":[]}
