@@ -58,8 +58,8 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
     """Writes the folder; returns a line that says what it holds.
 
     Raises:
-      ExportError: there is no run, no checkpoint, something at `to`, a value beyond `dtype`, or no
-        safetensors.
+      ExportError: there is no run, no checkpoint, something at `to` or no way to write there, a
+        value beyond `dtype`, or no safetensors.
       CheckpointError: what the run started from is not to be found.
     """
     if absent := extras.missing("an export", "safetensors"):
@@ -74,24 +74,25 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
     source = hf_files.find(policy.checkpoint) if policy.checkpoint else None
     decoder = Decoder(policy, policy.vocab_size or CharTokenizer().vocab_size)
     kept_in = config.optimizer.master_dtype
-    step, params = _newest_params(workdir / "checkpoints", decoder, kept_in, step)
-
-    tensors = {name: _cast(name, np.asarray(x), dtype) for name, x in to_hf(params).items()}
-    if source is None:
-        described = hf_config_of(policy, decoder.vocab_size, config.context())
-    else:
-        described = hf_files.read_config(source)
     unfinished = to.with_name(f".{to.name}.{os.getpid()}.part")
-    unfinished.mkdir(parents=True)
     try:
+        unfinished.mkdir(parents=True)
+        step, params = _newest_params(workdir / "checkpoints", decoder, kept_in, step)
+        tensors = {name: _cast(name, np.asarray(x), dtype) for name, x in to_hf(params).items()}
+        if source is None:
+            described = hf_config_of(policy, decoder.vocab_size, config.context())
+        else:
+            described = hf_files.read_config(source)
         names = hf_files.write(unfinished, tensors)
         _write_config(unfinished / hf_files.CONFIG, described, dtype)
         text_files = hf_files.copy_text_files(source, unfinished) if source else []
         if policy.chat_template not in ("", "none"):
             shutil.copyfile(policy.chat_template, unfinished / "chat_template.jinja")
         unfinished.rename(to)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ExportError(f"{to} was not made: {error}") from error
         raise
     size = sum(x.nbytes for x in tensors.values()) / 1e6
     with_tokenizer = f"{len(text_files)} text files" if text_files else "no tokenizer"

@@ -59,6 +59,7 @@ class Program:
       accessed: bytes read and written.
       collectives: kind -> (how many, bytes that arrive).
       compile_s: seconds it took.
+      beside: bytes that lie in memory while it runs and are no argument of it.
       open_loops: loops of unknown length, counted as one turn.
     """
 
@@ -69,6 +70,7 @@ class Program:
     accessed: float
     collectives: Mapping[str, tuple[int, float]]
     compile_s: float
+    beside: float = 0.0
     open_loops: int = 0
 
 
@@ -88,7 +90,12 @@ def compile_update(
       mesh: of a topology (jax.experimental.topologies), or of devices that are here.
     """
     from telescope_jax.learner.learner import needs_old_logprobs
-    from telescope_jax.learner.lowering import abstract_batch, count_params, lower_update
+    from telescope_jax.learner.lowering import (
+        abstract_batch,
+        bytes_beside,
+        count_params,
+        lower_update,
+    )
     from telescope_jax.learner.settings import loss_settings
     from telescope_jax.learner.step import Step
     from telescope_jax.model.decoder import Decoder
@@ -111,10 +118,12 @@ def compile_update(
         reference=settings.needs_reference_logprobs,
     )
     lowered = lower_update(step, mesh, batch)
-    return count_params(step), {name: _compile(one) for name, one in lowered.items()}
+    beside = bytes_beside(step, reference=settings.needs_reference_logprobs, updates=minibatches)
+    programs = {name: _compile(one, beside[name]) for name, one in lowered.items()}
+    return count_params(step), programs
 
 
-def _compile(lowered: Any) -> Program | OutOfMemory:
+def _compile(lowered: Any, beside: float) -> Program | OutOfMemory:
     import jax
 
     started = time.monotonic()
@@ -136,6 +145,7 @@ def _compile(lowered: Any) -> Program | OutOfMemory:
         accessed=counts.accessed,
         collectives=counts.collectives,
         compile_s=seconds,
+        beside=beside,
         open_loops=counts.open_loops,
     )
 
@@ -145,6 +155,14 @@ def microbatches(config: Config) -> int:
     rollouts = config.groups_per_batch * config.group_size
     rows = math.ceil(rollouts / max(1, config.batch.seq_len // config.context()))
     return math.ceil(rows / config.batch.rows_per_microbatch)
+
+
+def passes(config: Config) -> int:
+    """Forward passes over a batch before its first update: π_old's and the reference policy's."""
+    from telescope_jax.learner.learner import needs_old_logprobs
+
+    old = needs_old_logprobs(config.loss.old_logprobs, config.batch.minibatches)
+    return old + bool(config.loss.reference_kl_coef)
 
 
 def state_bytes(config: Config, params: int) -> float:
@@ -193,16 +211,15 @@ def report(
     fits, seconds = True, {}
     tokens = rows * seq_len / devices
     again = 2 if config.policy.remat == "block" else 0
-    model_flops = (6 + again) * params * tokens
+    model_flops = {"score": 2 * params * tokens, "accumulate": (6 + again) * params * tokens}
     for name, program in programs.items():
         if isinstance(program, OutOfMemory):
             lines.append(f"{name}: does NOT fit: the compiler says {program.words} of HBM")
             fits = False
             continue
-        beside = _beside(name, programs)
-        used = program.arguments + program.temporary + program.outputs + beside
+        used = program.arguments + program.temporary + program.outputs + program.beside
         fits = fits and used <= chip.memory
-        flops = max(program.flops, model_flops if name == "accumulate" else 0.0)
+        flops = max(program.flops, model_flops.get(name, 0.0))
         seconds[name] = predicted_s(program, chip, flops, mfu)
         parts = ", ".join(f"{cause} {value:.3g} s" for cause, value in seconds[name].items())
         moved = "; ".join(
@@ -213,9 +230,10 @@ def report(
             f"{name} (compiled in {program.compile_s:.0f} s)",
             f"  HBM     {used / GIB:.2f} of {chip.memory / GIB:.2f} GiB a device: "
             f"{program.arguments / GIB:.2f} arguments, {program.temporary / GIB:.2f} temporary, "
-            f"{program.outputs / GIB:.2f} new, {beside / GIB:.2f} beside it (optimizer state)",
+            f"{program.outputs / GIB:.2f} new, {program.beside / GIB:.2f} beside it (optimizer "
+            "state, copies of the parameters that stay)",
             f"  FLOPs   {program.flops:.3g} in products outside of kernels"
-            + (f", {model_flops:.3g} by the model" if name == "accumulate" else "")
+            + (f", {model_flops[name]:.3g} by the model" if name in model_flops else "")
             + (
                 f"; {program.open_loops} loops of unknown length counted once"
                 if program.open_loops
@@ -230,25 +248,16 @@ def report(
     return "\n".join(lines), fits
 
 
-def _beside(name: str, programs: Mapping[str, Program | OutOfMemory]) -> float:
-    """Bytes that lie in memory while the program runs and are no argument of it: what `apply` has
-    beyond parameters and gradient."""
-    accumulate, apply = programs.get("accumulate"), programs.get("apply")
-    if name != "accumulate" or not isinstance(accumulate, Program):
-        return 0.0
-    return max(0.0, apply.arguments - accumulate.arguments) if isinstance(apply, Program) else 0.0
-
-
 def _times(config: Config, seconds: Mapping[str, Mapping[str, float]], mfu: float) -> list[str]:
-    count = microbatches(config)
-    low = high = 0.0
-    for name, times in seconds.items():
-        runs = count if name == "accumulate" else config.batch.minibatches
-        low += runs * max(times.values())
-        high += runs * sum(times.values())
+    count, updates = microbatches(config), config.batch.minibatches
+    runs = {"score": count * passes(config), "accumulate": count, "apply": updates}
+    low = sum(runs[name] * max(times.values()) for name, times in seconds.items())
+    high = sum(runs[name] * sum(times.values()) for name, times in seconds.items())
     tokens = count * config.batch.rows_per_microbatch * config.batch.seq_len
     return [
-        f"step: {count} microbatches and {config.batch.minibatches} updates: {low:.3g} s if "
+        f"step: {count} microbatches"
+        + (f", scored {passes(config)} times before," if passes(config) else "")
+        + f" and {updates} updates: {low:.3g} s if "
         f"arithmetic, memory and links overlap entirely, {high:.3g} s if not at all "
         f"({tokens / high:,.0f} to {tokens / low:,.0f} tokens/s)",
         f"assumed: {mfu:.0%} of the peak in matrix products, full bandwidth of memory and links, "
@@ -299,6 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.refuse(
             f"--topology={topology} is none of {', '.join(CHIPS)} with a shape, as v5e:4x4"
         )
+    mfu = arguments.extra["mfu"]
+    if not 0 < mfu <= 1:
+        flags.refuse(f"--mfu={mfu} is a share of the peak rate: above 0, and 1 at most")
     if absent := extras.missing(f"a program for {topology}", "libtpu"):
         flags.refuse(absent)
     # Else libtpu asks a metadata server which machine this is; and a lock file, who else uses it.
@@ -329,9 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A program for devices that are not here cannot be read back from the compilation cache.
     jax.config.update("jax_enable_compilation_cache", False)
     params, programs = compile_update(config, vocab_size, mesh)
-    text, fits = report(
-        config, topology, mesh.size, params, programs, CHIPS[kind], arguments.extra["mfu"]
-    )
+    text, fits = report(config, topology, mesh.size, params, programs, CHIPS[kind], mfu)
     print(text)
     return 0 if fits else 1
 

@@ -173,6 +173,9 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
         export(tmp_path, tmp_path / "out", dtype="float32")
     with pytest.raises(ExportError, match="exists already"):
         export(workdir, workdir, dtype="float32")
+    below_a_file = workdir / "config.json" / "out"
+    with pytest.raises(ExportError, match=r"out was not made: .*Not a directory"):
+        export(workdir, below_a_file, dtype="float32")
     assert list(tmp_path.iterdir()) == []
     assert export_command.main([f"--workdir={tmp_path}", f"--to={tmp_path / 'x'}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

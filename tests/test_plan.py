@@ -83,11 +83,42 @@ def test_microbatches_hold_every_episode_at_its_longest():
 def test_what_lies_beside_a_program_counts_too():
     """Adam's moments are no argument of the backward pass, and in memory all the same."""
     config = tiny()
-    accumulate = Program(6 * GIB, 3 * GIB, 0, 1.0, 1.0, {}, 0)
-    apply = Program(13 * GIB, 0, 0, 1.0, 1.0, {}, 0)
-    both = {"accumulate": accumulate, "apply": apply}
-    text, fits = plan.report(config, "v5e:1x1", 1, 10, both, CHIPS["v5e"], 0.5)
+    accumulate = Program(6 * GIB, 3 * GIB, 0, 1.0, 1.0, {}, 0, beside=7 * GIB)
+    one = {"accumulate": accumulate}
+    text, fits = plan.report(config, "v5e:1x1", 1, 10, one, CHIPS["v5e"], 0.5)
     assert not fits and "16.00 of 15.75 GiB" in text and "7.00 beside it" in text
+
+
+def test_the_reference_policy_and_the_passes_that_score_count_too():
+    """A run that keeps one was told that it fits where its memory ran out."""
+    config = tiny(fsdp=4)
+    mesh = make_mesh(config.mesh)
+    alone = {
+        n: p for n, p in plan.compile_update(config, 32, mesh)[1].items() if isinstance(p, Program)
+    }
+    config.loss.reference_kl_coef = 0.1
+    config.loss.old_logprobs, config.batch.minibatches = True, 2
+    params, apart = plan.compile_update(config, 32, mesh)
+    assert list(alone) == ["accumulate", "apply"] and list(apart) == ["score", *alone]
+    beside = {name: one.beside for name, one in apart.items() if isinstance(one, Program)}
+    state = alone["accumulate"].beside  # Adam's two moments
+    copies = beside["accumulate"] - state
+    assert copies == pytest.approx(state, rel=0.01), "the reference, and what the batch met"
+    assert beside == {"score": state + copies / 2, "accumulate": state + copies, "apply": copies}
+    assert alone["apply"].beside == 0
+    score, accumulate = apart["score"], apart["accumulate"]
+    assert isinstance(score, Program) and isinstance(accumulate, Program)
+    assert 2 * score.flops < accumulate.flops < 5 * score.flops
+    text, _ = plan.report(config, "v5e:2x2", 4, params, apart, CHIPS["v5e"], 0.5)
+    assert "scored 2 times before, and 2 updates" in text
+
+
+@pytest.mark.parametrize("mfu", ["0", "-0.5", "1.5", "nan"])
+def test_a_share_that_is_none_is_refused(mfu: str, capsys):
+    study = f"--config={ROOT / 'experiments' / 'qwen2p5.py'}"
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["", study, "--topology=v5e:4x4", f"--mfu={mfu}"])
+    assert ended.value.code == 2 and "above 0, and 1 at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -229,11 +229,11 @@ class Learner:
             )
         for start in range(0, rows, self._rows):
             part = jax.tree.map(lambda x, at=start: np.asarray(x)[at : at + self._rows], batch)
-            part = place_rows(part, self.mesh)
+            arrived = part = place_rows(part, self.mesh)
             if self._needs_old:
-                part = part._replace(old_logprobs=self._step.score(self.params, part))
+                part = part._replace(old_logprobs=self._step.score(self.params, arrived))
             if self._reference is not None:
-                scores = self._step.score(self._reference, part)
+                scores = self._step.score(self._reference, arrived)
                 part = part._replace(reference_logprobs=scores)
             yield part
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from telescope_jax.learner.loss import Denominators
 from telescope_jax.learner.step import Step
-from telescope_jax.sharding import ACTIVATIONS
+from telescope_jax.sharding import ACTIVATIONS, bytes_per_device
 from telescope_jax.types import PackedBatch
 
 
@@ -45,33 +45,58 @@ def abstract_batch(
 
 
 def lower_update(step: Step, mesh: Mesh, batch: PackedBatch) -> Mapping[str, jax.stages.Lowered]:
-    """`accumulate`, which runs once a microbatch, and `apply`, which runs once an update.
+    """`score`, if the batch has log-probs that the trainer adds, which runs once a microbatch for
+    each of them; `accumulate`, once a microbatch; and `apply`, once an update.
 
     Args:
       mesh: of real devices, or of a topology that is not here.
       batch: one microbatch, as `abstract_batch` gives it.
     """
-
-    def placed(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-        )
-
     everywhere = NamedSharding(mesh, P())
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    params = placed(step.params, step.params_shardings)
-    opt_state = placed(jax.eval_shape(step.init_opt_state, step.params), step.opt_shardings)
+    params, opt_state = _state(step)
     sums = jax.eval_shape(step.zeros)
     sums = sums._replace(
-        gradient=placed(sums.gradient, step.params_shardings),
+        gradient=_placed(sums.gradient, step.params_shardings),
         loss=jax.tree.map(lambda _: scalar, sums.loss),
     )
     totals: Any = Denominators._make([scalar] * len(Denominators._fields))
     draw = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=everywhere) if step.rounds else None
+    arrived = batch._replace(old_logprobs=None, reference_logprobs=None)
+    scored = batch.old_logprobs is not None or batch.reference_logprobs is not None
     return {
+        **({"score": step.score.lower(params, arrived)} if scored else {}),
         "accumulate": step.accumulate.lower(params, sums, batch, totals),
         "apply": step.apply.lower(params, opt_state, sums, scalar, draw),
     }
+
+
+def bytes_beside(step: Step, *, reference: bool, updates: int) -> Mapping[str, int]:
+    """What a device holds while a function of the update runs, and is no argument of it.
+
+    Args:
+      reference: whether the trainer keeps the reference policy.
+      updates: of one batch; from the second on, the parameters that it met on arrival stay.
+    """
+    params, opt_state = map(bytes_per_device, _state(step))
+    kept = params if reference else 0
+    met = params if updates > 1 else 0
+    return {"score": opt_state + kept, "accumulate": opt_state + kept + met, "apply": kept + met}
+
+
+def _state(step: Step) -> tuple[Any, Any]:
+    """Shapes of parameters and optimizer state, where they lie."""
+    opt_state = jax.eval_shape(step.init_opt_state, step.params)
+    return (
+        _placed(step.params, step.params_shardings),
+        _placed(opt_state, step.opt_shardings),
+    )
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
 
 
 def count_params(step: Step) -> int:
