@@ -95,7 +95,7 @@ def test_every_part_of_a_draw_decides():
 
 
 def test_no_setting_of_jax_changes_a_rounding():
-    x = np.random.default_rng(0).normal(size=8_001).astype(np.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=8_001).astype(np.float32))
 
     def drawn() -> np.ndarray:
         return np.asarray(round_stochastically(x, draw_key(jnp.zeros(3, jnp.uint32))))
