@@ -61,19 +61,13 @@ class Runner:
             if point.state() == "finished":
                 say(f"{point.name}: finished before")
                 return
-            remember(point)
-            point.log_file.parent.mkdir(parents=True, exist_ok=True)
             started = time.monotonic()
-            command = [*self._command, *point.arguments()]
-            with point.log_file.open("ab") as log:
-                # A session of its own: the terminal's Ctrl-C reaches only us, and we pass on one.
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            try:
+                process = await self._start(point)
+            except OSError as error:  # a full disk must not leave the others without a parent
+                self.failed[point.name] = 1
+                say(f"{point.name}: FAILED to start: {error}")
+                return
             self._running.add(process)
             if self.stopped_by:  # it arrived while the process was starting
                 process.send_signal(self.stopped_by)
@@ -86,6 +80,20 @@ class Runner:
             elif not self.stopped_by:
                 self.failed[point.name] = code
                 say(f"{point.name}: FAILED with code {code} {took}: {last_line(point.log_file)}")
+
+    async def _start(self, point: Point) -> asyncio.subprocess.Process:
+        remember(point)
+        point.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with point.log_file.open("ab") as log:
+            # A session of its own: the terminal's Ctrl-C reaches only us, and we pass on one.
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                *point.arguments(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _stop(self, number: signal.Signals) -> None:
         # The first one asks each run for a checkpoint, the second one ends it at once.
@@ -115,20 +123,26 @@ def only_sweep_in(folder: Path):
     """Keeps a second sweep out of the folder.
 
     Raises:
-      SweepError: there is one.
+      SweepError: there is one, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise SweepError(f"--out={folder} cannot be written: {error}; choose another") from error
+    with lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError:
-        raise SweepError(f"a sweep is running in {folder}; wait, or choose --out") from None
+        except BlockingIOError:
+            raise SweepError(f"a sweep is running in {folder}; wait, or choose --out") from None
+        yield
 
 
 def report(points: Sequence[Point], folder: Path, wanted: Sequence[str]) -> None:
     """Writes table.csv, table.md and curves.png; prints the table."""
     files = sweep_table.write(points, folder, wanted)
+    if absent := sweep_table.absent(points, wanted):
+        say(f"--metrics={','.join(absent)}: no point has such a metric")
     print((folder / "table.md").read_text(), end="")
     say(f"{', '.join(str(file) for file in files)}")
 
@@ -154,6 +168,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"unknown flags: {' '.join(wrong)} (fields are --config.NAME=VALUE)")
     if known.parallel < 1:
         parser.error(f"--parallel={known.parallel} must be at least 1")
+    try:
+        known.launcher_flags = shlex.split(known.launcher_flags)
+    except ValueError as error:
+        parser.error(f"--launcher_flags={known.launcher_flags}: {error}")
+    if known.launcher_flags and known.launcher == "local":
+        parser.error(f"--launcher_flags are for --launcher={' or '.join(LAUNCHERS)}")
     return known, rest
 
 
@@ -165,14 +185,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = Path(file).stem + (f"-{variant}" if variant else "")
     folder = Path(given.out or Path("runs") / name).resolve()
     wanted = [name for name in given.metrics.split(",") if name]
-    if given.launcher != "local":
+    if given.launcher != "local" and not given.table:
         command = [sys.executable, "-m", LAUNCHERS[given.launcher], f"--sweep={given.sweep}"]
         command += [f"--config={given.config}"] if given.config else []
-        command += [f"--out={folder}", *common, *shlex.split(given.launcher_flags)]
+        command += [f"--out={folder}", *common, *given.launcher_flags]
         return subprocess.run(command).returncode
     try:
         points = load(given.sweep, folder, config_file=given.config, common=common)
         if given.table:
+            if not folder.is_dir():
+                raise SweepError(f"--out={folder} is no folder of a sweep: nothing ran there yet")
             report(points, folder, wanted)
             return 0
         with only_sweep_in(folder):

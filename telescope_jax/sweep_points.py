@@ -69,7 +69,7 @@ class Point:
         """`new`, `running`, `finished` or `stopped`, by the run's own notes."""
         try:
             return json.loads((self.workdir / "run.json").read_text())["state"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return "new"
 
 

@@ -32,7 +32,7 @@ Key = tuple[tuple[str, Any], ...]
 
 def write(points: Sequence[Point], folder: Path, wanted: Sequence[str] = ()) -> list[Path]:
     """Writes the three files; `wanted` names metrics, `*` standing for one component."""
-    runs = {p.name: metrics.read(p.metrics_file) if p.metrics_file.exists() else [] for p in points}
+    runs = _runs(points)
     names = present(runs.values(), wanted or USUAL)
     rows = [row(point, runs[point.name], names) for point in points]
     fields = list(dict.fromkeys(field for point in points for field in point.overrides))
@@ -42,6 +42,16 @@ def write(points: Sequence[Point], folder: Path, wanted: Sequence[str] = ()) -> 
     figure(points, runs, names).savefig(partial := folder / ".curves.png.new", format="png")
     partial.replace(picture)
     return [folder / "table.csv", folder / "table.md", picture]
+
+
+def absent(points: Sequence[Point], wanted: Sequence[str]) -> list[str]:
+    """What of `wanted` no point has."""
+    runs = _runs(points).values()
+    return [pattern for pattern in wanted if not present(runs, [pattern])]
+
+
+def _runs(points: Sequence[Point]) -> dict[str, Lines]:
+    return {p.name: metrics.read(p.metrics_file) if p.metrics_file.exists() else [] for p in points}
 
 
 def present(runs: Iterable[Lines], wanted: Sequence[str]) -> list[str]:

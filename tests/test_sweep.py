@@ -137,6 +137,49 @@ def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path):
         pass
 
 
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    refused = pytest.raises(SweepError, match="cannot be written")
+    with refused, sweep.only_sweep_in(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_point_that_cannot_start_is_named_and_the_others_go_on(tmp_path: Path, capsys):
+    points = points_of(tmp_path, "[{'seed': s} for s in (0, 2)]")
+    points[0].log_file.mkdir(parents=True)  # as a full disk: an OSError
+    runner = run(tmp_path, points, parallel=1)
+    assert list(runner.failed) == [points[0].name] and points[1].state() == "finished"
+    assert "FAILED to start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--parallel=0"], "at least 1"),
+        (["--launcher=slurm", "--launcher_flags=--partition='gpu"], "No closing quotation"),
+        (["--launcher_flags=--dry_run"], "slurm or xm"),
+        (["--config.seed", "3"], "unknown flags: --config.seed 3"),
+    ],
+)
+def test_a_wrong_flag_of_a_sweep_is_refused(flags: list[str], words: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        sweep.main(["--sweep=experiments/sweeps/lead.py:tiny", *flags])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_table_submits_nothing_and_names_a_metric_that_nobody_has(tmp_path: Path, capsys):
+    """`--launcher=slurm --table` submitted the points that had not finished once more."""
+    command = [f"--sweep={sweep_file(tmp_path, '[{}]')}", "--launcher=slurm", "--table"]
+    command += [f"--out={tmp_path / 'out'}", "--metrics=rollout/reword"]
+    with pytest.raises(SystemExit):
+        sweep.main(command)
+    assert "nothing ran there yet" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert sweep.main(command) == 0
+    said = capsys.readouterr()
+    assert "0 of 1" in said.out and "rollout/reword: no point has such a metric" in said.err
+
+
 def test_a_signal_is_passed_on_to_the_running_points_and_starts_no_more(tmp_path: Path):
     points = points_of(
         tmp_path, "[{'seed': s, 'algorithm': 'ppo', 'loss.old_logprobs': True} for s in (0, 2, 3)]"

@@ -52,6 +52,8 @@ def corrections(*names: str) -> list[dict[str, Any]]:
 
 def correction_of(overrides: Mapping[str, str]) -> str:
     """The name of the correction that a point was run with."""
+    if "use_tis" not in overrides:
+        raise SystemExit(f"a point with {dict(overrides)} sets no use_tis: no study of corrections")
     if overrides["use_tis"] == "False":
         return "none"
     if overrides.get("loss.objective") == "ppo":
@@ -88,9 +90,6 @@ def finished(sweep: Path) -> list[Run]:
 
 def table(runs: Sequence[Run], metric: str) -> str:
     """Markdown: a line a setting, a column a correction."""
-
-    def end(lines: sweep_table.Lines) -> float | None:
-        return sweep_table.final(lines, metric)
 
     lines = ["| | " + " | ".join(CORRECTIONS) + " |", "|---" * (len(CORRECTIONS) + 1) + "|"]
     for setting in dict.fromkeys(run.setting for run in runs):
