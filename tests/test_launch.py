@@ -1,16 +1,17 @@
 """What the launchers start: commands, the Slurm script, restarts; and servers by role."""
 
-import argparse
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from experiments.launch.roles import Launch, parser, points_of, run_role, until_done
+from experiments.launch.roles import Launch, check, parser, points_of, run_role, until_done
 from experiments.launch.slurm_launch import batch_script
 from telescope_jax import flags, serve
 from telescope_jax.config import Config
@@ -122,7 +123,9 @@ def test_what_was_preempted_is_started_again_and_what_was_refused_is_not(tmp_pat
 
     assert run([143, 143], [5, -9], [0, 0]) == (0, 3)
     assert run([2, 2]) == (2, 1)
-    assert run([1, 5], [1, 5], [1, 5], [0, 0]) == (1, 3)  # max_restarts=2
+    assert run([1, 5], [5, 1], [5, 1], [0, 0]) == (1, 3)  # max_restarts=2
+    # One refuses, and the others only see that it is gone.
+    assert run([5, 2], [5, 2]) == (2, 1)
 
 
 def test_a_role_passes_signals_on_and_tells_its_code(tmp_path: Path):
@@ -169,9 +172,55 @@ def test_a_sweep_hands_its_points_to_a_launcher(tmp_path: Path):
     assert "max_async_rollout=2" in done.stdout
 
 
-def test_a_launch_without_a_workdir_is_refused():
-    with pytest.raises(SystemExit, match="--workdir is missing"):
-        points_of(argparse.Namespace(sweep="", workdir=""), [])
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ([], "--workdir is missing"),
+        (["--workdir=run", "--trainers=0"], "--trainers=0 must be at least 1"),
+        (["--workdir=run", "--servers=-1"], "--servers=-1 must be at least 0"),
+        (["--workdir=run", "--max_restarts=-1"], "--max_restarts=-1 must be at least 0"),
+        (["--workdir=a_file"], "a_file is no folder"),
+        (["--sweep=x.py", "--config.seed", "3"], "--config.seed 3: a sweep takes"),
+        (["--sweep=x.py"], "no such Python file"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(typed, words, tmp_path: Path, monkeypatch, capsys):
+    """Without a trainer process it was told to have finished."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        points_of(*parser("").parse_known_args(typed))
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_flags_are_read_before_anything_is_started(tmp_path: Path, capsys):
+    check(launch(tmp_path, python=sys.executable))
+    for changes, words in (
+        ({"flags": (STUDY, "--config.sed=3"), "python": sys.executable}, "--config.sed=3 is unkn"),
+        ({"python": str(tmp_path / "python")}, "cannot be run: No such file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check(launch(tmp_path, **changes))
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_local_launch_that_is_asked_to_stop_ends_its_trainers_by_a_checkpoint(
+    tmp_path: Path, number: int
+):
+    """SIGTERM left them behind; a terminal's Ctrl-C reached them twice, and ended them at once."""
+    command = [sys.executable, "-m", "experiments.launch.slurm_launch", "--cluster=local"]
+    command += [f"--workdir={tmp_path / 'run'}", f"{STUDY}:tiny", "--config.number_of_steps=99999"]
+    launcher = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    note = tmp_path / "run" / "metrics" / "metrics.jsonl"
+    while launcher.poll() is None and not (note.exists() and note.stat().st_size):
+        time.sleep(0.1)
+    os.killpg(launcher.pid, number)  # as a terminal does
+    assert launcher.wait(timeout=60) == 143
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["state"] == "stopped" and run["exit_code"] == 143
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
 
 
 # --role=inference -------------------------------------------------------------------------------

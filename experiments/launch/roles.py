@@ -11,20 +11,26 @@ and resume; servers stay.
 
 import argparse
 import os
+import re
 import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_VARIABLE = "TELESCOPE_ENGINE_KEY"
 FINAL = (0, 2, 3, 130)
 """Exit codes after which starting again cannot help: finished, refused, no signal, Ctrl-C."""
+
+PEER_DIED = 5
+"""What the other trainer processes end with when one dies: the reason is that one's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Launch:
             Role(
                 f"trainer-{index}",
                 (
-                    *self._main(bool(servers)),
+                    *self.main(vllm=bool(servers)),
                     *([f"--config.engine.urls={tuple(servers)!r}"] if servers else []),
                     *(_place(hosts[0], port, self.trainers, index) if self.trainers > 1 else []),
                 ),
@@ -72,11 +78,12 @@ class Launch:
         """Servers on one machine, each on a port of its own."""
         own = ["--role=inference", f"--host={host}", "--config.engine.servers=1"]
         return [
-            Role(f"server-{index}", (*self._main(True), *own, f"--port={port + index}"))
+            Role(f"server-{index}", (*self.main(vllm=True), *own, f"--port={port + index}"))
             for index in range(self.servers)
         ]
 
-    def _main(self, vllm: bool) -> list[str]:
+    def main(self, *, vllm: bool) -> list[str]:
+        """The command of every role, with servers or without."""
         command = [self.python, "-m", "telescope_jax.main", *self.flags]
         command += ["--config.engine.kind=vllm"] if vllm else []
         return [*command, f"--workdir={self.workdir}"]
@@ -99,13 +106,24 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def refuse(words: str) -> NoReturn:
+    """Ends a launch that cannot be, before anything is started."""
+    print(f"launch: {words}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def launch_of(given: argparse.Namespace, flags: Sequence[str], workdir: str = "") -> Launch:
-    """What `parser` and the rest of the command line say."""
-    folder = workdir or given.workdir
-    if not folder:
-        raise SystemExit("--workdir is missing: a folder that all roles see")
+    """What `parser` and the rest of the command line say; refuses what makes no sense."""
+    folder = Path(workdir or given.workdir).resolve()
+    if not (workdir or given.workdir):
+        refuse("--workdir is missing: a folder that all roles see")
+    if folder.exists() and not folder.is_dir():
+        refuse(f"--workdir={folder} is no folder")
+    for name, least in (("trainers", 1), ("servers", 0), ("max_restarts", 0)):
+        if (number := getattr(given, name)) < least:
+            refuse(f"--{name}={number} must be at least {least}")
     return Launch(
-        Path(folder).resolve(),
+        folder,
         given.trainers,
         given.servers,
         tuple(flags),
@@ -114,19 +132,37 @@ def launch_of(given: argparse.Namespace, flags: Sequence[str], workdir: str = ""
     )
 
 
+def check(launch: Launch) -> None:
+    """Has main read the flags, as every trainer process will; refuses with its words."""
+    command = [*launch.main(vllm=launch.servers > 0), "--print_config"]
+    try:
+        read = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        refuse(f"--python={launch.python} cannot be run: {error.strerror}")
+    if read.returncode:
+        print(read.stderr, end="", file=sys.stderr)
+        refuse("nothing was started")
+
+
 def points_of(given: argparse.Namespace, flags: Sequence[str]) -> list[Launch]:
     """One launch, or one for each point of a sweep that has not finished."""
     if not given.sweep:
         return [launch_of(given, flags)]
-    from telescope_jax.sweep_points import load, remember
+    from telescope_jax.sweep_points import SweepError, load, remember
 
     file, _, variant = given.sweep.partition(":")
     name = Path(file).stem + (f"-{variant}" if variant else "")
     folder = Path(given.out or Path("runs") / name).resolve()
+    if odd := [flag for flag in flags if not re.match(r"--config(\.[\w.]+)?=", flag)]:
+        refuse(f"{' '.join(odd)}: a sweep takes --config=FILE and --config.NAME=VALUE")
     study = next((f.partition("=")[2] for f in flags if f.startswith("--config=")), "")
     common = [flag for flag in flags if flag.startswith("--config.")]
+    try:
+        points = load(given.sweep, folder, config_file=study, common=common)
+    except SweepError as error:
+        refuse(str(error))
     launches = []
-    for point in load(given.sweep, folder, config_file=study, common=common):
+    for point in points:
         if point.state() != "finished":
             remember(point)
             arguments = [flag for flag in point.arguments() if not flag.startswith("--workdir=")]
@@ -155,30 +191,44 @@ def free_ports(count: int) -> list[int]:
 
 
 def run_role(command: Sequence[str]) -> int:
-    """Runs one role where this is called; passes SIGTERM and SIGINT on; returns its exit code."""
+    """Runs one role where this is called; passes SIGTERM on; returns its exit code.
+
+    In a session of its own, and a signal once a second: who ends the launcher with all that it
+    started reaches this process several times, and the role's second signal ends it before its
+    checkpoint is written.
+    """
     print(shlex.join(command), flush=True)
-    process = subprocess.Popen(list(command), cwd=ROOT)
+    process = subprocess.Popen(list(command), cwd=ROOT, start_new_session=True)
+    passed = 0.0
 
     def pass_on(number: int, frame: object) -> None:
-        del frame
-        process.send_signal(number)
+        nonlocal passed
+        if (now := time.monotonic()) - passed > 1:
+            passed = now
+            process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
     return process.wait()
 
 
-def until_done(launch: Launch, run_trainers: Callable[[int], list[int]]) -> int:
+def until_done(
+    launch: Launch,
+    run_trainers: Callable[[int], list[int]],
+    stopping: Callable[[], bool] = lambda: False,
+) -> int:
     """Starts the trainer processes, and again while their codes say so; returns the last code.
 
     Args:
       run_trainers: number of the attempt -> exit code of every process.
+      stopping: whether the launcher itself was asked to end.
     """
-    for attempt in range(launch.max_restarts + 1):
+    attempt = 0
+    while True:
         codes = run_trainers(attempt)
-        worst = next((code for code in codes if code), 0)
-        # Who was told of a peer's death says only that: the reason is another one's code.
-        if all(code in FINAL for code in codes):
+        reasons = [code for code in codes if code != PEER_DIED] or codes
+        final = [code for code in reasons if code in FINAL and code]
+        worst = next((code for code in (*final, *reasons) if code), 0)
+        if final or not any(codes) or stopping() or attempt == launch.max_restarts:
             return worst
         print(f"launch: trainer processes ended with {codes}; starting again", flush=True)
-    return worst
+        attempt += 1

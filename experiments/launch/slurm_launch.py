@@ -10,7 +10,10 @@ On Slurm it is a heterogeneous job: both kinds of nodes are allocated together a
 The batch script is left in the workdir; a preempted job is put back into the queue and resumes.
 """
 
+import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,9 +25,11 @@ from experiments.launch.roles import (
     ROOT,
     Launch,
     Role,
+    check,
     free_ports,
     parser,
     points_of,
+    refuse,
     run_role,
     share_key,
     until_done,
@@ -37,7 +42,7 @@ COORDINATOR_PORT, SERVER_PORT = 8_476, 8_000
 def run_locally(launch: Launch) -> int:
     """All roles on this machine, as submitit's local jobs; returns the exit code of the run."""
     if absent := extras.missing("--cluster=local", "submitit"):
-        raise SystemExit(absent)
+        refuse(absent)
     import submitit  # pyright: ignore[reportMissingImports]: the extra `slurm`
 
     share_key()
@@ -47,9 +52,29 @@ def run_locally(launch: Launch) -> int:
     urls = [f"http://127.0.0.1:{port}" for port in ports[1:]]
     over = threading.Event()
     logs: list[threading.Thread] = []
+    submitted: list[submitit.Job[int]] = []
+    stopping = False
+
+    def end(jobs: Sequence["submitit.Job[int]"]) -> None:
+        # A local job is named by the pid of its controller, which passes SIGTERM on. Its own
+        # `cancel` kills after a second, when no checkpoint is written yet.
+        for job in jobs:
+            if not job.done():
+                os.kill(int(job.job_id), signal.SIGTERM)
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+        end(submitted)
 
     def submit(roles: Sequence[Role]) -> list["submitit.Job[int]"]:
+        # Whoever ignores a signal has children that do: a terminal's Ctrl-C is for us alone.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         jobs = [executor.submit(run_role, role.command) for role in roles]
+        signal.signal(signal.SIGINT, before)
+        submitted.extend(jobs)
+        if stopping:
+            end(jobs)
         for role, job in zip(roles, jobs, strict=True):
             thread = threading.Thread(target=forward, args=[job.paths.stdout, role.name, over])
             thread.start()
@@ -59,14 +84,22 @@ def run_locally(launch: Launch) -> int:
     def run_trainers(attempt: int) -> list[int]:
         port = ports[0] if attempt == 0 else free_ports(1)[0]
         jobs = submit(launch.trainer_roles(port, ["127.0.0.1"], urls))
-        return [job.result() for job in jobs]
+        return [code_of(job) for job in jobs]
 
-    servers = submit(launch.server_roles(ports[1])) if launch.servers else []
+    def code_of(job: "submitit.Job[int]") -> int:
+        try:
+            return job.result()
+        except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError):
+            return 1  # its own process was killed
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    if launch.servers:
+        submit(launch.server_roles(ports[1]))
     try:
-        return until_done(launch, run_trainers)
+        return until_done(launch, run_trainers, lambda: stopping)
     finally:
-        for server in servers:
-            server.cancel(check=False)
+        end(submitted)
         over.set()
         for thread in logs:
             thread.join()
@@ -125,7 +158,7 @@ def batch_script(
             'servers=($(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"))',
             'urls=""',
             f'for node in "${{servers[@]}}"; do urls+="\'http://$node:{SERVER_PORT}\',"; done',
-            f"srun --het-group=1 --kill-on-bad-exit=1 {main} {workdir} \\",
+            f"srun --het-group=1 --kill-on-bad-exit=0 {main} {workdir} \\",
             "  --config.engine.kind=vllm --config.engine.servers=1 --role=inference \\",
             f"  --host=0.0.0.0 --port={SERVER_PORT} &",
             "inference=$!",
@@ -161,10 +194,14 @@ def batch_script(
 
 def submit_to_slurm(launch: Launch, script: str, *, dry_run: bool) -> int:
     """Leaves the script in the workdir and gives it to sbatch."""
-    logs = launch.workdir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    path = logs / "slurm.sh"
-    path.write_text(script)
+    if not dry_run and not shutil.which("sbatch"):
+        refuse("sbatch is not here; submit where Slurm is, or take --cluster=local or --dry_run")
+    path = launch.workdir / "logs" / "slurm.sh"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script)
+    except OSError as error:
+        refuse(f"--workdir={launch.workdir} cannot be written: {error}")
     if dry_run:
         print(script, end="")
         return 0
@@ -181,8 +218,11 @@ def main(argv: Sequence[str]) -> int:
     flags.add_argument("--sbatch", action="append", default=[], help="a further #SBATCH option")
     flags.add_argument("--dry_run", action="store_true", help="print the script, submit nothing")
     given, rest = flags.parse_known_args(argv)
+    launches = points_of(given, rest)
+    for launch in launches[:1]:  # those of a sweep differ in what the sweep has checked
+        check(launch)
     worst = 0
-    for launch in points_of(given, rest):
+    for launch in launches:
         if given.cluster == "local":
             code = run_locally(launch)
         else:

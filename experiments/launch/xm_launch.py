@@ -28,9 +28,11 @@ from experiments.launch.roles import (
     ROOT,
     Launch,
     Role,
+    check,
     free_ports,
     parser,
     points_of,
+    refuse,
     share_key,
 )
 
@@ -117,10 +119,13 @@ def main(argv: Sequence[str]) -> int:
     given, rest = flags.parse_known_args(argv)
     launches = points_of(given, rest)
     if given.executor != "local" and (given.trainers > 1 or given.servers or not given.image):
-        raise SystemExit(
+        refuse(
             f"--executor={given.executor} takes one trainer process without servers, and --image; "
             f"got --trainers={given.trainers} --servers={given.servers} --image={given.image!r}"
         )
+    if given.executor == "local":
+        for launch in launches[:1]:
+            check(launch)
     share_key()
     absl_flags.FLAGS(["xm_launch"])  # XManager reads its own flags from there
     return asyncio.run(start(launches, given.executor, given.image))

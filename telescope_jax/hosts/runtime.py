@@ -34,7 +34,7 @@ COORDINATOR, PROCESSES, PROCESS = (
 """What a launcher sets: host:port of process 0 (or `auto`), how many there are, which this is."""
 
 PEER_EXIT_CODE = 5
-"""Another process of the trainer died: start all of them again."""
+"""Another process of the trainer died, or never came: start all of them again."""
 
 AUTO = "auto"
 _BEAT_S = 1.0
@@ -75,20 +75,25 @@ def place(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ)
     except ValueError:
         processes, process = 0, 0
     host, _, port = given["coordinator"].rpartition(":")
-    if not (0 <= process < processes and host and port.isdigit()):
+    is_port = port.isdecimal() and 0 < int(port) < 1 << 16
+    if not (0 <= process < processes and host and is_port):
         raise HostsError(
             f"--coordinator={given['coordinator']} --processes={given['processes']} --process="
-            f"{given['process']}: the coordinator is host:port, and process one of 0 to "
-            "processes − 1"
+            f"{given['process']}: the coordinator is host:port, with a port of 1 to 65535, and "
+            "process one of 0 to processes − 1"
         )
     return Place(given["coordinator"], processes, process)
 
 
-def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
+def join(where: Place | None, *, start_timeout_s: float = 300.0) -> "Peers | None":
     """Connects this process with the others, before anything touches a device.
 
     Returns:
       None when the trainer has one process.
+
+    Raises:
+      HostsError: the coordinator's port is taken, or `auto` finds no cluster. When not all
+        processes come in time the process ends, with PEER_EXIT_CODE.
     """
     if where is None or where.processes == 1:
         return None
@@ -97,18 +102,60 @@ def join(where: Place | None, *, start_timeout_s: int = 300) -> "Peers | None":
     # On CPUs an executable that waits for another process holds a thread that the compilation of
     # the next one needs: with asynchronous dispatch both processes then wait for ever.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    detect = None if where.coordinator == AUTO else "deactivate"
-    jax.distributed.initialize(
-        None if where.coordinator == AUTO else where.coordinator,
-        where.processes,
-        where.process,
-        cluster_detection_method=detect,
-        initialization_timeout=start_timeout_s,
-        # The last resort: unlike `Peers` it counts seconds in which the machine stood still.
-        heartbeat_timeout_seconds=300,
+    auto = where.coordinator == AUTO
+    if where.process == 0:
+        _check_port(where.coordinator)
+    print(
+        f"telescope_jax: waiting {start_timeout_s:g} s at most for the other trainer processes"
+        + ("" if auto else f" at {where.coordinator}"),
+        file=sys.stderr,
+        flush=True,
     )
+    # In time before JAX's own limit, at which it aborts the process with a dump of its stack.
+    limit = threading.Timer(start_timeout_s, _nobody_came, [where, start_timeout_s])
+    limit.start()
+    try:
+        jax.distributed.initialize(
+            None if auto else where.coordinator,
+            where.processes,
+            where.process,
+            cluster_detection_method=None if auto else "deactivate",
+            initialization_timeout=round(start_timeout_s) + 60,
+            # The last resort: unlike `Peers` it counts seconds in which the machine stood still.
+            heartbeat_timeout_seconds=300,
+        )
+    except ValueError as error:
+        raise HostsError(
+            f"--coordinator={where.coordinator}: JAX finds no TPU slice, Slurm or MPI job here "
+            f"({error}); give --coordinator=HOST:PORT, --processes and --process"
+        ) from error
+    finally:
+        limit.cancel()
     # Not jax.process_count(): it looks for devices, before run.py says which are the trainer's.
     return Peers() if distributed.global_state.num_processes > 1 else None
+
+
+def _nobody_came(where: Place, waited_s: float) -> None:
+    count = "" if where.processes is None else f" of the {where.processes}"
+    print(
+        f"telescope_jax: not all{count} trainer processes came to {where.coordinator} within "
+        f"{waited_s:g} s; start each of them, with the same --coordinator, which all can reach",
+        file=sys.stderr,
+    )
+    leave(PEER_EXIT_CODE)
+
+
+def _check_port(coordinator: str) -> None:
+    port = int(coordinator.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:  # jax 0.10.2 dies of it, without a word
+            raise HostsError(
+                f"--coordinator={coordinator}: process 0 cannot listen on port {port} here: "
+                f"{error.strerror}; choose another port, for all processes"
+            ) from error
 
 
 class Peers:

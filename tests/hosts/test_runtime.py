@@ -1,7 +1,11 @@
 """The coordination of processes, on a store in memory."""
 
 import json
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +15,8 @@ import pytest
 from telescope_jax.hosts import batches, runtime
 from telescope_jax.hosts.runtime import HostsError, Peers, Place, place
 from tests.learner.rows import batches as packed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Store:
@@ -85,11 +91,49 @@ def test_flags_win_over_the_launchers_environment():
         ({"coordinator": "a:1", "processes": "2", "process": "2"}, "one of 0 to processes − 1"),
         ({"coordinator": "a", "processes": "2", "process": "0"}, "the coordinator is host:port"),
         ({"coordinator": "a:1", "processes": "two", "process": "0"}, "--processes=two"),
+        ({"coordinator": "a:65536", "processes": "2", "process": "0"}, "a port of 1 to 65535"),
     ],
 )
 def test_a_place_that_is_not_whole_is_refused(flags: dict[str, Any], words: str):
     with pytest.raises(HostsError, match=words):
         place(flags, {})
+
+
+def join_alone(place: str) -> subprocess.CompletedProcess[str]:
+    """One process of two, alone for a second."""
+    code = "from telescope_jax.hosts.runtime import HostsError, Place, join\n"
+    code += f"try: join({place}, start_timeout_s=1)\nexcept HostsError as error: print(error)"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_whose_peers_do_not_come_says_so(process: int):
+    """JAX aborts it with a dump of its stack."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    done = join_alone(f"Place('{address}', 2, {process})")
+    assert done.returncode == runtime.PEER_EXIT_CODE
+    waiting, words = done.stderr.splitlines()
+    assert waiting.endswith(f"1 s at most for the other trainer processes at {address}")
+    assert f"not all of the 2 trainer processes came to {address} within 1 s" in words
+
+
+def test_a_port_that_is_taken_is_refused():
+    """JAX dies of it by a segmentation fault."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        done = join_alone(f"Place('127.0.0.1:{other.getsockname()[1]}', 2, 0)")
+    assert "process 0 cannot listen on port" in done.stdout and done.returncode == 0
+
+
+def test_auto_without_a_cluster_is_refused():
+    assert (
+        "finds no TPU slice, Slurm or MPI job here"
+        in join_alone("Place('auto', None, None)").stdout
+    )
 
 
 def test_a_silent_process_is_named_and_all_end(store, monkeypatch, capsys):
