@@ -7,8 +7,7 @@ Sizes are (tokens, width, vocabulary): A (2048, 576, 49152), B (1024, 896, 15193
 side by side in one process, interleaved, so that a busy machine slows all alike; compare ratios.
 `best` and `median` are of `--repeats` runs, in seconds and as a multiple of `dense`. `temp` is the
 compiler's count of temporary memory; torch's is not known. Peers that are not installed are left
-out: optax, tokamax, tunix, torch. Of these tokamax, optax and torch's cross entropy give no
-entropy, which is less work.
+out: optax, tokamax, tunix, torch. Of these tokamax and optax give no entropy, which is less work.
 """
 
 import argparse
