@@ -113,7 +113,14 @@ class Workdir:
                 if notes.get("state") == "finished":
                     workdir.finished_steps = notes.get("step")
             workdir._write("config.json", config_tree.to_json(config))
-            workdir.note(config_file=config_file, pid=os.getpid(), state="running")
+            # An end is not on record until this life has one: a launcher reads the code.
+            workdir.note(
+                config_file=config_file,
+                pid=os.getpid(),
+                state="running",
+                exit_code=None,
+                died=None,
+            )
         except OSError as error:
             workdir.close()
             raise WorkdirError(f"{path} cannot be written to: {error}") from error
@@ -123,8 +130,9 @@ class Workdir:
         return workdir
 
     def note(self, **values: Any) -> None:
-        """Adds to run.json, atomically."""
-        self._write("run.json", json.dumps(self._notes() | values, indent=2) + "\n")
+        """Adds to run.json, atomically; None takes away."""
+        notes = {name: v for name, v in (self._notes() | values).items() if v is not None}
+        self._write("run.json", json.dumps(notes, indent=2) + "\n")
 
     def note_end(self, exit_code: int) -> None:
         """How the run ended; a disk without room for that is a warning."""
@@ -159,9 +167,12 @@ class Workdir:
     def _notes(self) -> dict[str, Any]:
         path = self.path / "run.json"
         try:
-            return json.loads(path.read_text()) if path.exists() else {"started": time.time()}
-        except json.JSONDecodeError as error:
+            notes = json.loads(path.read_text()) if path.exists() else {"started": time.time()}
+        except ValueError as error:
             raise WorkdirError(f"{path} is not JSON ({error}); repair it, or remove it") from error
+        if not isinstance(notes, dict):
+            raise WorkdirError(f"{path} holds no JSON object; repair it, or remove it")
+        return notes
 
     def _check_same_run(self, config: Config) -> None:
         try:

@@ -68,5 +68,6 @@ def _source() -> str:
     folders: Sequence[str] = (telescope_jax.__path__[0], kernels.__path__[0])
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

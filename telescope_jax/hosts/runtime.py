@@ -173,7 +173,7 @@ class Peers:
         runtime = distributed.global_state
         self.count, self.index = runtime.num_processes, runtime.process_id
         self.on_stop: Callable[[int], object] | None = None
-        self.on_death: Callable[[str], object] | None = None
+        self.on_death: Callable[[str, int], object] | None = None
         self._store: Any = store or distributed.global_state.client
         self._beat_s, self._patience = beat_s, max(2, round(patience_s / beat_s))
         self._commands = 0
@@ -310,7 +310,7 @@ class Peers:
         log.error("%s; this process (%d) ends, with code %d", words, self.index, code)
         print(f"telescope_jax: process {self.index}: {words}", file=sys.stderr, flush=True)
         if self.on_death:
-            self.on_death(words)
+            self.on_death(words, code)
         if self.leads:
             # So that the others learn the name, before the service goes down with this process.
             self.tell(f"last_words/{self.index}", json.dumps({"code": code, "words": words}))

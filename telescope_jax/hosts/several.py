@@ -49,7 +49,7 @@ def check(config: Config, mesh: Mesh) -> None:
 
 def tell_followers(peers: Peers, folder: Workdir, config: Config) -> None:
     """Process 0: where the run's files are; then all of them compare what they are."""
-    peers.on_death = lambda words: folder.note(state="stopped", exit_code=1, died=words)
+    peers.on_death = lambda words, code: folder.note(state="stopped", exit_code=code, died=words)
     peers.tell("workdir", str(folder.path))
     agree_on_setup(peers, config)
 

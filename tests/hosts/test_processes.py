@@ -154,7 +154,9 @@ def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
 ):
     """The others end within 30 s; CK-06 and CK-09 with processes."""
     workdir = tmp_path / "run"
-    (leader, follower), logs = start_two(started, workdir, tmp_path, "--config.number_of_steps=500")
+    flags = ["--config.number_of_steps=500", "--config.warm_start.cache=False"]
+    flags += ["--config.warm_start.until_probability=0.02"]  # examined by both processes
+    (leader, follower), logs = start_two(started, workdir, tmp_path, *flags)
     while len(trained(workdir)) < 2:
         assert leader.poll() is None, logs[0].read_text()[-3000:]
         assert follower.poll() is None, logs[1].read_text()[-3000:]
@@ -164,7 +166,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
     assert leader.wait(timeout=120) == PEER_EXIT_CODE, logs[0].read_text()[-3000:]
     assert time.monotonic() - killed < 30
     assert f"pid {follower.pid}) died: no sign of life" in logs[0].read_text()
-    assert "process 1 (" in json.loads((workdir / "run.json").read_text())["died"]
+    notes = json.loads((workdir / "run.json").read_text())
+    assert "process 1 (" in notes["died"] and notes["exit_code"] == PEER_EXIT_CODE
 
     done = max(int(path.name[5:11]) for path in (workdir / "checkpoints").glob("step_??????"))
     two, logs = start_two(started, workdir, tmp_path, f"--config.number_of_steps={done + 1}")
@@ -178,6 +181,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
     started.append(alone)
     assert alone.wait(timeout=120) == 0, log.read_text()[-3000:]
     assert trained(workdir) == list(range(done + 2))
+    assert "died" not in json.loads((workdir / "run.json").read_text())
 
 
 @pytest.mark.deadline(120)
