@@ -40,11 +40,37 @@ def serve(
     """Runs `engine.servers` servers on ports from `port` on; returns the exit code."""
     logging.getLogger("telescope_jax").setLevel(logging.INFO)
     try:
+        check_ports(host, port, config.engine.servers)
         shape = server_shape(config, Path(workdir), host)
         return asyncio.run(_serve(config, shape, Path(workdir).resolve(), port, command))
     except (EngineError, StartError) as error:
         print(f"telescope_jax: {error}", file=sys.stderr)
         return 2
+
+
+def check_ports(host: str, port: int, servers: int) -> None:
+    """Whether all servers can listen on `host`.
+
+    Raises:
+      EngineError: the first port that one cannot, and why.
+    """
+    if not 0 < port <= (1 << 16) - servers:
+        raise EngineError(
+            f"--port={port} with engine.servers={servers}: ports are 1 to {(1 << 16) - 1}"
+        )
+    for one in range(port, port + servers):
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, one, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise EngineError(
+                f"no server can listen on {host}:{one}: {error.strerror}; choose another --port, "
+                "or --host"
+            ) from error
 
 
 def server_shape(config: Config, workdir: Path, host: str) -> ServerShape:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.launch.roles import Launch, check, parser, points_of, run_role, until_done
+from experiments.launch.roles import (
+    Launch,
+    check,
+    free_ports,
+    parser,
+    points_of,
+    run_role,
+    until_done,
+)
 from experiments.launch.slurm_launch import batch_script
 from telescope_jax import flags, serve
 from telescope_jax.config import Config
@@ -248,8 +257,24 @@ def test_a_role_that_cannot_serve_is_refused(change, words, tmp_path: Path, monk
     monkeypatch.delenv("TELESCOPE_ENGINE_KEY", raising=False)
     config = vllm_config()
     change(config)
-    assert serve.serve(config, str(tmp_path), host="127.0.0.1", port=1) == 2
+    (port,) = free_ports(1)
+    assert serve.serve(config, str(tmp_path), host="127.0.0.1", port=port) == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_address_where_nobody_can_listen_is_refused(capsys):
+    """A server died of it max_restarts times."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        for host, port, words in (
+            ("127.0.0.1", taken, f"127.0.0.1:{taken}: Address already in use"),
+            ("127.0.0.1", 65536, "--port=65536 with engine.servers=1"),
+            ("203.0.113.1", 8000, "203.0.113.1:8000: Cannot assign"),
+        ):
+            assert serve.serve(vllm_config(), "run", host=host, port=port) == 2
+            assert words in capsys.readouterr().err
 
 
 def test_a_server_that_dies_is_started_again_until_it_has_died_too_often(
