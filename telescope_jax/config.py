@@ -385,6 +385,10 @@ class Config:
         more = self.eval.max_tokens and self.eval.max_tokens - self.sampling.max_tokens
         return self.context() + more
 
+    def engine_context(self) -> int:
+        """The longer of the two: what every engine must have room for."""
+        return max(self.context(), self.eval_context())
+
     def warnings(self) -> list[str]:
         """What is allowed and probably not meant, for the start of the log."""
         return warnings(self)

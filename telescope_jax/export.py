@@ -80,7 +80,7 @@ def export(workdir: Path, to: Path, *, dtype: str, step: int | None = None) -> s
         step, params = _newest_params(workdir / "checkpoints", decoder, kept_in, step)
         tensors = {name: _cast(name, np.asarray(x), dtype) for name, x in to_hf(params).items()}
         if source is None:
-            described = hf_config_of(policy, decoder.vocab_size, config.context())
+            described = hf_config_of(policy, decoder.vocab_size, config.engine_context())
         else:
             described = hf_files.read_config(source)
         names = hf_files.write(unfinished, tensors)

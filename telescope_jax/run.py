@@ -177,7 +177,7 @@ async def _run(
         shape = EngineShape(
             vocab_size,
             tokenizer.eos_ids,
-            context=max(config.context(), config.eval_context()),
+            context=config.engine_context(),
             prefill_width=config.sampling.max_prompt_tokens,
         )
         starting = asyncio.create_task(start_all(config, shape, store, folder.path))

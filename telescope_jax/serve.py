@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from telescope_jax.config import Config
+from telescope_jax.inference import vllm_pools
+from telescope_jax.inference.embedded import EngineShape
 from telescope_jax.inference.server_process import ServerProcess
-from telescope_jax.inference.vllm_pools import KEY_VARIABLE, check_can_start, write_model_folder
 from telescope_jax.inference.vllm_server import ServerShape, command_line, environment
 from telescope_jax.interfaces import EngineError
 from telescope_jax.pretrained import StartError, open_start
@@ -84,28 +85,30 @@ def server_shape(config: Config, workdir: Path, host: str) -> ServerShape:
             f"--role=inference starts vLLM servers and engine.kind={config.engine.kind}; set "
             "engine.kind=vllm (the embedded engine is started by the trainer)"
         )
-    if not workdir.name or not os.environ.get(KEY_VARIABLE):
+    if not workdir.name or not os.environ.get(vllm_pools.KEY_VARIABLE):
         raise EngineError(
-            f"--role=inference needs --workdir, shared with the trainer, and {KEY_VARIABLE}, the "
-            "key that the trainer has too"
+            "--role=inference needs --workdir, shared with the trainer, and "
+            f"{vllm_pools.KEY_VARIABLE}, the key that the trainer has too"
         )
     config, tokenizer, _ = open_start(config)
-    check_can_start(replace(config.engine, urls=()), config.policy)
-    vocab_size = config.policy.vocab_size or tokenizer.vocab_size
-    described = hf_config_of(config.policy, vocab_size, config.context())
-    folder = workdir.resolve() / "engines" / f"{socket.gethostname()}-{os.getpid()}"
-    return ServerShape(
-        model=str(write_model_folder(folder, described)),
-        context=config.context(),
-        dtype=config.policy.compute_dtype,
-        eos_ids=tokenizer.eos_ids,
-        vocab_size=vocab_size,
-        max_num_seqs=config.engine.slots,
-        memory_fraction=config.placement.engine_memory_fraction,
-        tensor_parallel=config.engine.tensor_parallel,
-        # The last --host on a command line counts.
-        arguments=("--host", host, *config.engine.server_arguments),
+    vllm_pools.check_can_start(replace(config.engine, urls=()), config.policy)
+    wanted = EngineShape(
+        config.policy.vocab_size or tokenizer.vocab_size,
+        tokenizer.eos_ids,
+        context=config.engine_context(),
+        prefill_width=config.sampling.max_prompt_tokens,
     )
+    described = hf_config_of(config.policy, wanted.vocab_size, wanted.context)
+    folder = workdir.resolve() / "engines" / f"{socket.gethostname()}-{os.getpid()}"
+    shape = vllm_pools.server_shape(
+        config.engine,
+        config.placement,
+        config.policy,
+        wanted,
+        model=vllm_pools.write_model_folder(folder, described),
+    )
+    # The last --host on a command line counts.
+    return replace(shape, arguments=("--host", host, *shape.arguments))
 
 
 async def _serve(
@@ -155,7 +158,7 @@ async def _keep_up(
       EngineError: it died once too often; with its last words.
     """
     name = f"{socket.gethostname()}-{port}"
-    key = os.environ[KEY_VARIABLE]
+    key = os.environ[vllm_pools.KEY_VARIABLE]
     for restarts in range(max_restarts + 1):
         process = ServerProcess(
             command(shape, name=name, port=port),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,10 +205,11 @@ def test_a_launch_that_cannot_be_is_refused(typed, words, tmp_path: Path, monkey
 
 def test_flags_are_read_before_anything_is_started(tmp_path: Path, capsys):
     check(launch(tmp_path, python=sys.executable))
-    for changes, words in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"flags": (STUDY, "--config.sed=3"), "python": sys.executable}, "--config.sed=3 is unkn"),
         ({"python": str(tmp_path / "python")}, "cannot be run: No such file"),
-    ):
+    ]
+    for changes, words in wrong:
         with pytest.raises(SystemExit) as ended:
             check(launch(tmp_path, **changes))
         assert ended.value.code == 2 and words in capsys.readouterr().err
@@ -281,9 +283,16 @@ def test_a_server_that_dies_is_started_again_until_it_has_died_too_often(
     tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.setenv("TELESCOPE_ENGINE_KEY", "secret")
-    monkeypatch.setattr(serve, "check_can_start", lambda *_: None)
-    shape = serve.server_shape(vllm_config(), tmp_path, "0.0.0.0")
-    assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 24
+    monkeypatch.setattr(serve.vllm_pools, "check_can_start", lambda *_: None)
+    config = vllm_config()
+    config.eval.max_tokens = config.sampling.max_tokens + 40
+    shape = serve.server_shape(config, tmp_path, "0.0.0.0")
+    # Room for an eval's longer answers; and no parts of prompts, of which vLLM on a CPU dies.
+    assert shape.arguments[:2] == ("--host", "0.0.0.0") and shape.context == 24 + 40
+    assert (
+        json.loads((Path(shape.model) / "config.json").read_text())["max_position_embeddings"] == 64
+    )
+    assert shape.chunked_prefill != serve.vllm_pools._is_for_cpu()
     assert (Path(shape.model) / "config.json").exists()
     # docs/launch.md starts the servers first; the trainer then makes its run in the same folder.
     Workdir.open(tmp_path, vllm_config(), STUDY).close()

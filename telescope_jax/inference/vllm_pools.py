@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +72,21 @@ async def start_pools(
         await attached.start()
         return {"train": attached, "eval": attached}
 
-    folder = write_model_folder(workdir / "vllm", hf_config)
+    base = server_shape(
+        config,
+        placement,
+        policy,
+        shape,
+        model=write_model_folder(workdir / "vllm", hf_config),
+    )
     run = f"telescope-{secrets.token_hex(4)}"  # no two runs' servers share a name
     members = [
         Member(
             LocalSource(
                 f"{run}-{index}",
-                ServerShape(
-                    model=str(folder),
-                    context=shape.context,
-                    dtype=policy.compute_dtype,
-                    eos_ids=shape.eos_ids,
-                    vocab_size=decoder.vocab_size,
-                    max_num_seqs=config.slots,
-                    memory_fraction=placement.engine_memory_fraction,
-                    tensor_parallel=config.tensor_parallel,
-                    chunked_prefill=not _is_for_cpu(),
+                replace(
+                    base,
                     devices=placement.engine_devices[index] if placement.engine_devices else "",
-                    arguments=config.server_arguments,
                 ),
                 workdir=workdir,
                 timeout_s=config.request_timeout_s,
@@ -108,6 +106,34 @@ async def start_pools(
         await train.close()
         raise
     return {"train": train, "eval": held}
+
+
+def server_shape(
+    config: EngineConfig,
+    placement: PlacementConfig,
+    policy: PolicyConfig,
+    shape: EngineShape,
+    *,
+    model: Path,
+) -> ServerShape:
+    """What every server is started with, by a run or by `--role=inference`; no accelerator of its
+    own yet.
+
+    Args:
+      model: the folder of its config.json.
+    """
+    return ServerShape(
+        model=str(model),
+        context=shape.context,
+        dtype=policy.compute_dtype,
+        eos_ids=shape.eos_ids,
+        vocab_size=Decoder(policy, shape.vocab_size).vocab_size,
+        max_num_seqs=config.slots,
+        memory_fraction=placement.engine_memory_fraction,
+        tensor_parallel=config.tensor_parallel,
+        chunked_prefill=not _is_for_cpu(),
+        arguments=config.server_arguments,
+    )
 
 
 def attach(config: EngineConfig, shape: EngineShape, vocab_size: int) -> list[Member]:
