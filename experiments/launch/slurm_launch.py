@@ -43,7 +43,8 @@ def run_locally(launch: Launch) -> int:
     """All roles on this machine, as submitit's local jobs; returns the exit code of the run."""
     if absent := extras.missing("--cluster=local", "submitit"):
         refuse(absent)
-    import submitit  # pyright: ignore[reportMissingImports]: the extra `slurm`
+    import submitit
+    from submitit.core.utils import UncompletedJobError
 
     share_key()
     executor = submitit.LocalExecutor(folder=launch.workdir.parent / f"{launch.workdir.name}-jobs")
@@ -89,8 +90,8 @@ def run_locally(launch: Launch) -> int:
     def code_of(job: "submitit.Job[int]") -> int:
         try:
             return job.result()
-        except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError):
-            return 1  # its own process was killed
+        except UncompletedJobError:  # its own process was killed
+            return 1
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
