@@ -113,7 +113,7 @@ def test_the_reference_policy_and_the_passes_that_score_count_too():
     assert "scored 2 times before, and 2 updates" in text
 
 
-@pytest.mark.parametrize("mfu", ["0", "-0.5", "1.5", "nan"])
+@pytest.mark.parametrize("mfu", ["0", "-0.5", "1.5", "inf"])
 def test_a_share_that_is_none_is_refused(mfu: str, capsys):
     study = f"--config={ROOT / 'experiments' / 'qwen2p5.py'}"
     with pytest.raises(SystemExit) as ended:

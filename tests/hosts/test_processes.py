@@ -148,6 +148,11 @@ def trained(workdir: Path) -> list[int]:
     return [step["step"] for line in lines if "train/loss" in (step := json.loads(line))]
 
 
+def checkpoints_of(workdir: Path) -> list[int]:
+    """Steps of the whole ones."""
+    return [int(path.name[5:11]) for path in (workdir / "checkpoints").glob("step_??????")]
+
+
 @pytest.mark.deadline(400)
 def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
     tmp_path: Path, started
@@ -157,7 +162,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
     flags = ["--config.number_of_steps=500", "--config.warm_start.cache=False"]
     flags += ["--config.warm_start.until_probability=0.02"]  # examined by both processes
     (leader, follower), logs = start_two(started, workdir, tmp_path, *flags)
-    while len(trained(workdir)) < 2:
+    while len(trained(workdir)) < 2 or not checkpoints_of(workdir):
         assert leader.poll() is None, logs[0].read_text()[-3000:]
         assert follower.poll() is None, logs[1].read_text()[-3000:]
         time.sleep(0.2)
@@ -169,7 +174,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_in_two_and_then_in_one(
     notes = json.loads((workdir / "run.json").read_text())
     assert "process 1 (" in notes["died"] and notes["exit_code"] == PEER_EXIT_CODE
 
-    done = max(int(path.name[5:11]) for path in (workdir / "checkpoints").glob("step_??????"))
+    done = max(checkpoints_of(workdir))
     two, logs = start_two(started, workdir, tmp_path, f"--config.number_of_steps={done + 1}")
     for process, log in zip(two, logs, strict=True):
         assert process.wait(timeout=170) == 0, log.read_text()[-3000:]
