@@ -49,3 +49,12 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
         corrections.main([str(tmp_path), "x.png"])
     assert "no finished run" in capsys.readouterr().err
+
+
+def test_a_sweep_of_other_fields_is_refused(tmp_path: Path):
+    (tmp_path / "points").mkdir()
+    (tmp_path / "points" / "a.json").write_text(
+        '{"overrides": {"tis_cap": "2", "use_tis": "True"}}'
+    )
+    with pytest.raises(SystemExit, match=r"a\.json is no point of a study of corrections"):
+        corrections.finished(tmp_path)

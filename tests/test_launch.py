@@ -31,6 +31,7 @@ from telescope_jax.workdir import Workdir
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = f"--config={ROOT / 'experiments' / 'math.py'}"
+LEAD = f"{ROOT / 'experiments' / 'sweeps' / 'lead.py'}:tiny"
 
 
 def launch(workdir: Path, trainers: int = 1, servers: int = 0, **changes) -> Launch:
@@ -182,6 +183,32 @@ def test_a_sweep_hands_its_points_to_a_launcher(tmp_path: Path):
     assert "max_async_rollout=2" in done.stdout
 
 
+def test_what_slurm_still_has_is_not_submitted_again(tmp_path: Path):
+    """The same command given twice submitted every point that had not finished twice."""
+    stubs, out = tmp_path / "stubs", tmp_path / "out"
+    stubs.mkdir()
+    write_stub(stubs / "sbatch", f"echo x >>{tmp_path}/submitted; wc -l <{tmp_path}/submitted")
+    # Of the four jobs the second has ended.
+    write_stub(stubs / "squeue", '[ "$3" = 2 ] || echo "$3 RUNNING"')
+    command = [sys.executable, "-m", "experiments.launch.slurm_launch", f"{STUDY}:tiny"]
+    command += ["--sweep=experiments/sweeps/lead.py:tiny", f"--out={out}"]
+    environment = os.environ | {"PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}"}
+
+    def submit(*flags: str) -> str:
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    submit("--dry_run")
+    assert not (out / "points").exists()
+    assert submit().count("is job") == 4 and len(list((out / "points").iterdir())) == 4
+    again = submit()
+    assert again.count("already, which has not ended") == 3 and again.count("is job 5\n") == 1
+    assert (tmp_path / "submitted").read_text().count("x") == 5
+
+
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -192,6 +219,11 @@ def test_a_sweep_hands_its_points_to_a_launcher(tmp_path: Path):
         (["--workdir=a_file"], "a_file is no folder"),
         (["--sweep=x.py", "--config.seed", "3"], "--config.seed 3: a sweep takes"),
         (["--sweep=x.py"], "no such Python file"),
+        ([f"--sweep={LEAD}", f"{STUDY}:tiny", "--out=a_file"], "a_file cannot be written: "),
+        (
+            [f"--sweep={LEAD}", f"{STUDY}:tiny", "--out=o", "--python=/no/python"],
+            "/no/python cannot be",
+        ),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(typed, words, tmp_path: Path, monkeypatch, capsys):
@@ -201,6 +233,7 @@ def test_a_launch_that_cannot_be_is_refused(typed, words, tmp_path: Path, monkey
     with pytest.raises(SystemExit) as ended:
         points_of(*parser("").parse_known_args(typed))
     assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
 def test_flags_are_read_before_anything_is_started(tmp_path: Path, capsys):

@@ -144,10 +144,19 @@ def check(launch: Launch) -> None:
         refuse("nothing was started")
 
 
-def points_of(given: argparse.Namespace, flags: Sequence[str]) -> list[Launch]:
-    """One launch, or one for each point of a sweep that has not finished."""
+def points_of(
+    given: argparse.Namespace, flags: Sequence[str], *, here: bool = True
+) -> list[Launch]:
+    """One launch, or one for each point of a sweep that has not finished; their flags are read.
+
+    Args:
+      here: whether `--python` is on this machine, to read them; not that of an image.
+    """
     if not given.sweep:
-        return [launch_of(given, flags)]
+        launches = [launch_of(given, flags)]
+        if here:
+            check(launches[0])
+        return launches
     from telescope_jax.sweep_points import SweepError, load, remember
 
     file, _, variant = given.sweep.partition(":")
@@ -161,12 +170,17 @@ def points_of(given: argparse.Namespace, flags: Sequence[str]) -> list[Launch]:
         points = load(given.sweep, folder, config_file=study, common=common)
     except SweepError as error:
         refuse(str(error))
-    launches = []
-    for point in points:
-        if point.state() != "finished":
+    launches, left = [], [point for point in points if point.state() != "finished"]
+    for point in left:
+        arguments = [flag for flag in point.arguments() if not flag.startswith("--workdir=")]
+        launches.append(launch_of(given, arguments, str(point.workdir)))
+    if here and launches:
+        check(launches[0])  # the others differ in what `load` has checked
+    try:
+        for point in [] if getattr(given, "dry_run", False) else left:
             remember(point)
-            arguments = [flag for flag in point.arguments() if not flag.startswith("--workdir=")]
-            launches.append(launch_of(given, arguments, str(point.workdir)))
+    except OSError as error:
+        refuse(f"--out={folder} cannot be written: {error}; choose another")
     return launches
 
 

@@ -25,7 +25,6 @@ from experiments.launch.roles import (
     ROOT,
     Launch,
     Role,
-    check,
     free_ports,
     parser,
     points_of,
@@ -194,10 +193,14 @@ def batch_script(
 
 
 def submit_to_slurm(launch: Launch, script: str, *, dry_run: bool) -> int:
-    """Leaves the script in the workdir and gives it to sbatch."""
+    """Leaves the script in the workdir and gives it to sbatch, unless its last job is not over."""
     if not dry_run and not shutil.which("sbatch"):
         refuse("sbatch is not here; submit where Slurm is, or take --cluster=local or --dry_run")
     path = launch.workdir / "logs" / "slurm.sh"
+    job = path.with_name("slurm.job")
+    if not dry_run and job.exists() and _is_queued(number := job.read_text().strip()):
+        print(f"launch: {launch.workdir.name} is job {number} already, which has not ended")
+        return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script)
@@ -206,7 +209,18 @@ def submit_to_slurm(launch: Launch, script: str, *, dry_run: bool) -> int:
     if dry_run:
         print(script, end="")
         return 0
-    return subprocess.run(["sbatch", str(path)]).returncode
+    done = subprocess.run(["sbatch", "--parsable", str(path)], stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        number = done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
+        job.write_text(number + "\n")
+        print(f"launch: {launch.workdir.name} is job {number}")
+    return done.returncode
+
+
+def _is_queued(job: str) -> bool:
+    """Whether Slurm has it waiting or running; it knows no job that has long ended."""
+    known = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True)
+    return bool(known.stdout.strip())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,11 +233,10 @@ def main(argv: Sequence[str]) -> int:
     flags.add_argument("--sbatch", action="append", default=[], help="a further #SBATCH option")
     flags.add_argument("--dry_run", action="store_true", help="print the script, submit nothing")
     given, rest = flags.parse_known_args(argv)
-    launches = points_of(given, rest)
-    for launch in launches[:1]:  # those of a sweep differ in what the sweep has checked
-        check(launch)
+    if given.gpus_per_node < 0:
+        refuse(f"--gpus_per_node={given.gpus_per_node} must be at least 0")
     worst = 0
-    for launch in launches:
+    for launch in points_of(given, rest):
         if given.cluster == "local":
             code = run_locally(launch)
         else:

@@ -88,7 +88,11 @@ def convert(target: Path) -> None:
             ("generation_config.json", {"eos_token_id": ends}),
         ):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        folder.rename(target)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not (target / "model.safetensors").exists():  # another conversion was faster
+                raise
 
 
 def main(argv: list[str]) -> int:

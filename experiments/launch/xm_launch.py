@@ -28,7 +28,6 @@ from experiments.launch.roles import (
     ROOT,
     Launch,
     Role,
-    check,
     free_ports,
     parser,
     points_of,
@@ -117,15 +116,12 @@ def main(argv: Sequence[str]) -> int:
     flags.add_argument("--executor", choices=["local", "kubernetes", "vertex"], default="local")
     flags.add_argument("--image", default="", help="kubernetes, vertex: with this repository")
     given, rest = flags.parse_known_args(argv)
-    launches = points_of(given, rest)
+    launches = points_of(given, rest, here=given.executor == "local")
     if given.executor != "local" and (given.trainers > 1 or given.servers or not given.image):
         refuse(
             f"--executor={given.executor} takes one trainer process without servers, and --image; "
             f"got --trainers={given.trainers} --servers={given.servers} --image={given.image!r}"
         )
-    if given.executor == "local":
-        for launch in launches[:1]:
-            check(launch)
     share_key()
     absl_flags.FLAGS(["xm_launch"])  # XManager reads its own flags from there
     return asyncio.run(start(launches, given.executor, given.image))

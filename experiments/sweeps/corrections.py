@@ -27,6 +27,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 """Name -> overrides; all with the cap 2, Config's default."""
 
+VARIED = {"max_async_rollout", "engine.distort_int8"}
+"""What a study sets beside the correction: one of them."""
+
 COLORS = dict(zip(CORRECTIONS, ("#5c6b73", "#2563a8", "#d9752b", "#2f8f6b"), strict=True))
 METRICS = {
     "rollout/reward": "reward of the sampler",
@@ -52,8 +55,6 @@ def corrections(*names: str) -> list[dict[str, Any]]:
 
 def correction_of(overrides: Mapping[str, str]) -> str:
     """The name of the correction that a point was run with."""
-    if "use_tis" not in overrides:
-        raise SystemExit(f"a point with {dict(overrides)} sets no use_tis: no study of corrections")
     if overrides["use_tis"] == "False":
         return "none"
     if overrides.get("loss.objective") == "ppo":
@@ -77,6 +78,8 @@ def finished(sweep: Path) -> list[Run]:
     for path in (sweep / "points").glob("*.json"):
         overrides, folder = json.loads(path.read_text())["overrides"], sweep / "runs" / path.stem
         state = folder / "run.json"
+        if "use_tis" not in overrides or not overrides.keys() & VARIED:
+            raise SystemExit(f"{path} is no point of a study of corrections: it sets {overrides}")
         if state.exists() and json.loads(state.read_text()).get("state") == "finished":
             lines = metrics.read(folder / "metrics")
             runs.append(Run(setting_of(overrides), correction_of(overrides), lines))

@@ -67,6 +67,11 @@ def place(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ)
     if not any(given.values()):
         return None
     if given["coordinator"] == AUTO:
+        if given["processes"] or given["process"]:
+            raise HostsError(
+                f"--coordinator={AUTO} finds the number of processes and this one's by itself; "
+                "leave --processes and --process out"
+            )
         return Place(AUTO, None, None)
     if missing := [f"--{flag} (or {named[flag]})" for flag, text in given.items() if not text]:
         raise HostsError(f"several processes need {' and '.join(missing)} too")

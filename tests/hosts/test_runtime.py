@@ -91,6 +91,7 @@ def test_flags_win_over_the_launchers_environment():
         ({"coordinator": "a:1", "processes": "2", "process": "2"}, "one of 0 to processes − 1"),
         ({"coordinator": "a", "processes": "2", "process": "0"}, "the coordinator is host:port"),
         ({"coordinator": "a:1", "processes": "two", "process": "0"}, "--processes=two"),
+        ({"coordinator": "auto", "processes": "2"}, "leave --processes and --process out"),
         ({"coordinator": "a:65536", "processes": "2", "process": "0"}, "a port of 1 to 65535"),
     ],
 )
